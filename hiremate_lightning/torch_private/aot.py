@@ -1,4 +1,4 @@
-"""AOTAutograd with our own partitioner: the only way to the joint graph, forward and backward, of captured code."""
+"""Get the joint graph of captured code from AOTAutograd, by our own partitioner, and correct AOTAutograd's metadata."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Compiler = Callable[[fx.GraphModule, Sequence[Any]], Boxed]
 
 
 def make_backend(partition: Callable[..., Any], forward: Compiler, backward: Compiler, inference: Compiler) -> Any:
-    """Build a torch.compile backend from a partitioner of the joint graph and three compilers; no decompositions."""
+    """Return a torch.compile backend made of a joint-graph partitioner and three compilers, without decompositions."""
     _heed_tokens()
     return aot_autograd(
         fw_compiler=forward,
@@ -52,12 +52,12 @@ def make_backend(partition: Callable[..., Any], forward: Compiler, backward: Com
 
 
 def joint_outputs(joint: fx.GraphModule, num_forward: int) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """Split the outputs of a joint graph: forward values, backward values, and AOTAutograd's descriptions of both."""
+    """Split a joint graph's outputs: forward values, backward values, and AOTAutograd's descriptors of both."""
     return _extract_fwd_bwd_outputs(joint, num_fwd_outputs=num_forward)
 
 
 def called(node: fx.Node) -> Any:
-    """Return the function that the user's code called where a node was captured, None where that is not known."""
+    """Return the function that the user's code called where Dynamo captured a node; None if unknown."""
     stack = node.meta.get("source_fn_stack")
     return stack[-1][1] if stack else None
 
@@ -68,41 +68,40 @@ def is_of_backward(node: fx.Node) -> bool:
 
 
 def is_of_function_backward(node: fx.Node) -> bool:
-    """Whether the backward of a `torch.autograd.Function` made this node: unlike its forward it is not tagged."""
+    """Whether the backward of a `torch.autograd.Function` made this node; AOTAutograd tags only its forward."""
     called = (function for _, function in node.meta.get("source_fn_stack", ()))
     return "partitioner_tag" not in node.meta and "autograd.Function" in called
 
 
 def checkpoint_of(node: fx.Node) -> int | None:
-    """Number the call of `torch.utils.checkpoint` that made a node, None where none did."""
+    """Return the number of the `torch.utils.checkpoint` call that made a node; None for other nodes."""
     number: int | None = node.meta.get("ac_graph_id")
     return number
 
 
 def describe_saved() -> Any:
-    """Describe a saved value to AOTAutograd."""
+    """Return AOTAutograd's descriptor of a saved tensor."""
     return SavedForBackwardsAOTOutput(0)
 
 
 def overwritten_inputs(graph: fx.Graph) -> list[fx.Node]:
-    """List the inputs that are written to after the forward, by AOTAutograd's descriptions of the forward's outputs."""
+    """Return the inputs that AOTAutograd writes to after the forward, by its descriptors of the forward's outputs."""
     descriptions = pytree.tree_leaves(graph.output_node().meta.get("desc", ()))
     written = [d.mutated_input for d in descriptions if isinstance(d, InputMutationAOTOutput)]
     return [p for p in graph.find_nodes(op="placeholder") if p.meta.get("desc") in written]
 
 
 def settle_forward(serves_other_sizes: bool) -> tuple[int, ...]:
-    """Change what AOTAutograd does around a forward, from inside of its compiler of that.
+    """Change AOTAutograd's metadata of a forward, from inside of its forward compiler.
 
-    * No saved buffer is reused, so that `retain_graph=True` stays legal.
-    * Gradients of outputs come with their own strides. AOTAutograd would copy them to the strides that it guessed, and
-      some kernels would add in another order than eager's do.
-    * What is made of a trace at some sizes serves others: results that are views are made again by the views that come.
-    * Results that a graph returns as views are not returned as such, which AOTAutograd does where nobody can see any
-      more whether the caller changes them in place.
+    * No saved tensor is donated to the backward, so that `retain_graph=True` stays legal.
+    * Gradients of outputs keep their strides. AOTAutograd would copy them to the strides that it guessed, and some
+      kernels would then add in another order than in eager.
+    * With `serves_other_sizes`, outputs that are views are rebuilt from the views of each call, not from the trace's.
+    * AOTAutograd does not apply `_unsafe_view` to outputs that the graph makes as views.
 
     Returns:
-        The positions of the latter; `unviewed` is to return them as tensors of their own.
+        The positions of these outputs; the caller applies `unviewed` to them.
     """
     context = TracingContext.try_get()
     if context is None or context.fw_metadata is None:
@@ -123,12 +122,12 @@ def settle_forward(serves_other_sizes: bool) -> tuple[int, ...]:
 def returning_the_right_values(
     make: Callable[..., Any], *given: Any, meta: Any, trace_joint: bool, **options: Any
 ) -> Any:
-    """Mend what AOTAutograd of torch 2.13 makes of results that are inputs.
+    """Correct the joint graph of torch 2.13 if an input is changed in place and returned.
 
-    Code may change an input in place and return it. Where the graph holds that change, the input itself is returned, at
-    the position that the result has among the results. But the joint graph returns other things before these: the new
-    values of inputs that are changed after it. So the input took the place of one of those, and another input, or
-    another result, got its value: where a metric inside of what is planned is updated with the loss, say.
+    AOTAutograd puts such an input at the output's position if the graph contains the change. But the joint graph's
+    outputs begin with the new values of inputs that are changed after the graph. So the input took the place of one of
+    those, and another input or output got its value: for example if a metric inside of planned code is updated with the
+    loss.
     """
     own = copy.copy(meta)
     own.output_info = [replace(info, output_type=OutputType.non_alias) for info in meta.output_info]
@@ -154,13 +153,13 @@ def returning_the_right_values(
 
 @instead_of("torch._functorch._aot_autograd.runtime_wrappers._FirstInvocationContext.__init__")
 def not_looking_for_aliases(_: Any, context: Any) -> None:
-    """Keep what is traced meanwhile from looking for aliases at its first run, which fails on subclasses."""
+    """Turn off the search for aliases at the first run of code that is traced meanwhile: it fails on subclasses."""
     context._is_first = False
 
 
 @instead_of("torch._functorch._aot_autograd.runtime_wrappers.AOTDispatchAutograd.process_runtime_tangent")
 def taking_gradients_with_metadata(process: Callable[..., Any], gradient: Any, meta: Any, *others: Any) -> Any:
-    """Make backwards traced meanwhile take gradients of a class that only carries metadata for plain ones."""
+    """Make backwards traced meanwhile accept gradients of a subclass that only carries metadata, as plain tensors."""
     kind = type(gradient)
     if kind is not torch.Tensor and isinstance(gradient, torch.Tensor) and isinstance(meta, PlainTensorMeta):
         carries = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -169,13 +168,13 @@ def taking_gradients_with_metadata(process: Callable[..., Any], gradient: Any, m
 
 
 def let_gradients_be_absent(token: torch.Tensor) -> None:
-    """Let the backward that gets this token, which a captured forward saves, get None for gradients that never came."""
+    """Mark a token that a captured forward saves: its backward gets None, not zeros, for gradients that never came."""
     token.takes_absent = True  # type: ignore[attr-defined]
 
 
 @functools.cache
 def _heed_tokens() -> None:
-    """Check, from now on, the tokens that AOTAutograd saves in a forward, and nothing that other functions save."""
+    """Patch `save_for_backward`: captured forwards that save a marked token do not materialize absent gradients."""
     save = FunctionCtx.save_for_backward
 
     @functools.wraps(save)
@@ -189,13 +188,13 @@ def _heed_tokens() -> None:
 
 
 def mark_boxed(function: Boxed) -> Boxed:
-    """Tell AOTAutograd that a function empties its argument list."""
+    """Mark a function as boxed for AOTAutograd: it takes its arguments in a list, which it empties."""
     function._boxed_call = True  # type: ignore[attr-defined]
     return function
 
 
 def add_input(graph: fx.Graph, last: fx.Node | None, name: str) -> fx.Node:
-    """Add an input to captured code after its last one, with what AOTAutograd asks of each: where it comes from."""
+    """Add an input after the last one of captured code, with the `_dynamo_source` that AOTAutograd reads of each."""
     with graph.inserting_after(last):
         added = graph.placeholder(name)
     added._dynamo_source = None
@@ -203,14 +202,14 @@ def add_input(graph: fx.Graph, last: fx.Node | None, name: str) -> fx.Node:
 
 
 def trace_with_sizes_of(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Trace a view of an input with the sizes that the input has; AOTAutograd would make symbols for them."""
+    """Trace a view of an input with that input's symbolic sizes; AOTAutograd would make new symbols for the view."""
     context = TracingContext.try_get()
     if context is not None and other in context.tensor_to_context:
         context.tensor_to_context[tensor] = context.tensor_to_context[other]
 
 
 def inputs_with_gradients(joint: fx.GraphModule, forward_outputs: int) -> list[tuple[fx.Node, Any]]:
-    """List the inputs of a joint graph, each with its gradient or None; tokens that order effects come before them."""
+    """Return the inputs of a joint graph, each with its gradient or None; tokens that order effects are left out."""
     gradients: Any = joint.graph.output_node().args[0]
     gradients = gradients[forward_outputs:]
     inputs = [node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
@@ -218,16 +217,16 @@ def inputs_with_gradients(joint: fx.GraphModule, forward_outputs: int) -> list[t
 
 
 def output_position(tangent: fx.Node) -> int | None:
-    """Return the position of the output whose gradient this is; None for changed inputs, and bases of views."""
+    """Return the position of the output that a tangent belongs to; None for changed inputs, and bases of views."""
     description = tangent.meta.get("desc")
     output = description.output if isinstance(description, TangentAOTInput) else None
     return output.idx if isinstance(output, PlainAOTOutput) else None
 
 
 def input_position(placeholder: fx.Node) -> int | None:
-    """Return the position among the inputs of the captured function, None for what AOTAutograd added.
+    """Return an input's position in the captured function; None for inputs that AOTAutograd added.
 
-    A tensor of a subclass, a DTensor for example, is an input for each tensor that it is made of.
+    A tensor subclass, a DTensor for example, has one input for each of its inner tensors.
     """
     description = placeholder.meta.get("desc")
     while isinstance(description, SubclassGetAttrAOTInput):
@@ -236,7 +235,7 @@ def input_position(placeholder: fx.Node) -> int | None:
 
 
 class _OwnNode(torch.autograd.Function):
-    """Hands a gradient on as it is, None too. The result is the same tensor, with another node."""
+    """Passes a gradient on unchanged, None too. The result is the same tensor with another autograd node."""
 
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor) -> torch.Tensor:
@@ -250,16 +249,16 @@ class _OwnNode(torch.autograd.Function):
 
 
 def give_own_nodes(results: Iterable[Any]) -> None:
-    """Where tensors share a node of autograd's graph, give each its own, as eager code does. Views keep theirs.
+    """Give each tensor that shares a `grad_fn` with another one a node of its own, as in eager. Views keep theirs.
 
-    AOTAutograd makes one node for all results. A hook on one of them would be called, with None, where only another one
-    gets a gradient. And where a hook holds what was computed from another result, as that of a deep equilibrium model
-    does, the node would hold the hook, and the hook the node: neither would ever be freed.
+    AOTAutograd makes one node for all outputs. A hook on one output would be called, with None, if only another output
+    gets a gradient. And if a hook holds a tensor computed from another output, as in a deep equilibrium model, the node
+    would hold the hook, and the hook the node: neither would ever be freed.
     """
     tensors = list({id(result): result for result in results if isinstance(result, torch.Tensor)}.values())
     if len(tensors) == 1:
         return
-    with torch._C.DisableTorchFunction():  # neither modes nor classes of users are to see this
+    with torch._C.DisableTorchFunction():  # hidden from torch function modes and users' subclasses
         tensors = [tensor for tensor in tensors if tensor.grad_fn is not None and not tensor._is_view()]
         shared = Counter[Node | None](tensor.grad_fn for tensor in tensors)
         for tensor in tensors:

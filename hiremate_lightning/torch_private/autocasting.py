@@ -1,8 +1,8 @@
-"""What errors in captured code leave behind, put right: autocast, transforms of torch.func, bans, text, and guards.
+"""Restore what an error in captured code leaves behind: autocast, torch.func transforms, hook bans, dispatcher keys.
 
-User code enters autocast with a `with` block. What Dynamo captures calls PyTorch's private functions that enter and
-leave it, so an error in between leaves autocast on for whatever runs next, with what it has cast for earlier steps. A
-transform that was not left makes all later code fail, and so does a ban on hooks on what autograd saves.
+Dynamo captures a `with torch.autocast` block as calls of the private functions that enter and leave it. An error in
+between leaves autocast on for later code, with casts cached in earlier steps. A transform that was not left makes all
+later code fail, and so does a ban on saved-tensor hooks.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 ENTER, LEAVE = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast  # a block, in a graph
 is_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
-disabled: Any = torch._C._DisableAutocast  # for a block
+disabled: Any = torch._C._DisableAutocast  # a context manager
 
 
 def settings() -> tuple[tuple[str, bool, torch.dtype], ...]:
-    """Return for each type of device whether autocast is on, and what it casts to."""
+    """Return for each device type whether autocast is on, and its dtype."""
     return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICE_TYPES)
 
 
 @contextmanager
 def as_found_on_error() -> Iterator[None]:
-    """Restore the state of autocast, end transforms, and allow hooks, where an error leaves the block."""
+    """Restore autocast, leave torch.func transforms, and allow saved-tensor hooks, if an error leaves the block."""
     ban = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     transforms = torch._C._functorch.get_dynamic_layer_stack_depth()
     depth, remembers = open_blocks(), torch.is_autocast_cache_enabled()
@@ -62,14 +62,14 @@ def as_found_on_error() -> Iterator[None]:
 
 
 def leaving_as_found(module: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what runs in the place of captured code, so that an error in it leaves all as it was before."""
+    """Wrap `run` so that an error restores the state before, if the captured code enters autocast or bans hooks."""
     entering = ENTER, torch._C._autograd._saved_tensors_hooks_disable
     is_entered = any(module.graph.find_nodes(op="call_function", target=target) for target in entering)
     return as_found_on_error()(run) if is_entered else run
 
 
 def _end_transforms(depth: int) -> None:
-    """Leave the transforms of torch.func that are deeper; PyTorch's own function for it fails in torch 2.11."""
+    """Leave the torch.func transforms deeper than `depth`; PyTorch's own function for it fails in torch 2.11."""
     functorch = torch._C._functorch
     kinds = functorch.TransformType
     ends: dict[Any, Callable[[], Any]] = {
@@ -83,22 +83,22 @@ def _end_transforms(depth: int) -> None:
 
 
 def open_blocks() -> int:
-    """Count the blocks of autocast that are open."""
+    """Return the number of open autocast blocks."""
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
 
 
-BLOCK = "hiremate block"  # in the metadata of a cast that a block of autocast remembers
+BLOCK = "hiremate block"  # metadata key of a cast that an autocast block caches
 
 
 def block(kind: str) -> object | None:
-    """Return what stands for the outermost open block of autocast, in which casts are remembered; None outside one."""
-    cast = _remembered_cast(kind) if open_blocks() else None  # AOTAutograd leaves autocast, and the block stays open
+    """Return an object that identifies the outermost open autocast block with cached casts; None outside of one."""
+    cast = _remembered_cast(kind) if open_blocks() else None  # AOTAutograd turns autocast off, but the block stays open
     return None if cast is None else cast.metadata.setdefault(BLOCK, object())
 
 
 def forget_casts(kind: str) -> None:
-    """Let autocast forget what it has cast; the open block stays what it was."""
+    """Clear autocast's cache of casts; the open block keeps its identity (see `block`)."""
     before = block(kind)
     torch.clear_autocast_cache()
     cast = _remembered_cast(kind)
@@ -107,7 +107,7 @@ def forget_casts(kind: str) -> None:
 
 
 def _remembered_cast(kind: str) -> Any:
-    """Return the node of the cast of an empty parameter, which autocast remembers as it does those of all others."""
+    """Return the autograd node of a cast of an empty parameter, which autocast caches like others; None without one."""
     parameter, key = _empty_on(kind), getattr(torch._C.DispatchKey, f"Autocast{kind.upper()}")
     with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):
         product = torch.mm(parameter, parameter).grad_fn
@@ -122,16 +122,16 @@ def _empty_on(kind: str) -> torch.Tensor:
 
 
 def not_printed() -> AbstractContextManager[None]:
-    """Log at debug level, for a while, what graph modules print of a failure in them."""
+    """Log at debug level what graph modules print when they fail, while this is entered."""
     return replaced_entries(vars(graph_module), {"print": lambda text, **_: log.debug("%s", text)})
 
 
 @contextmanager
 def releasing_frames() -> Iterator[None]:
-    """Clear the frames of an error on its way through, and set the keys of PyTorch's dispatcher as they were before.
+    """Clear the frames of a passing error, and restore the keys of PyTorch's dispatcher as they were before.
 
-    A frame may hold a guard of the dispatcher (`_tensor_str._str` has one), which sets the keys of its time again
-    whenever it is collected: those of a transform of torch.func that is long over.
+    A frame may hold a guard of the dispatcher (`_tensor_str._str` has one). When the guard is collected, it restores
+    the keys of its own time: for example those of a torch.func transform that ended long ago.
     """
     with torch._C._PreserveDispatchKeyGuard():
         try:
@@ -144,7 +144,7 @@ def releasing_frames() -> Iterator[None]:
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
-    """List an error with those that it was raised from, or while it handled them."""
+    """Return an error and the errors that it was raised from, or while handling."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)

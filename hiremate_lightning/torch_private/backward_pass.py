@@ -1,4 +1,4 @@
-"""The innermost backward that runs in this thread: what it will do, and when it has ended."""
+"""Patch autograd's entry to see the innermost backward of this thread: its roots, edges and options, and its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-Edge = tuple[Node, int]  # of autograd's graph: a node, and the number of one of its inputs
+Edge = tuple[Node, int]  # a node of autograd's graph, and the number of one of its inputs
 _told = weakref.WeakSet[Any]()
 _running: ContextVar[_Running | None] = ContextVar("hiremate_running_backward", default=None)
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -23,8 +23,8 @@ class _Running:
     """A backward that was called from Python.
 
     Attributes:
-        roots: What it begins with; nothing any more when it has ended.
-        notes: What others note about it until it ends.
+        roots: The tensors or edges that it begins with; empty when it has ended.
+        notes: What other modules record about it until it ends.
     """
 
     def __init__(self, roots: Sequence[torch.Tensor | GradientEdge], creates_graph: bool) -> None:
@@ -34,23 +34,23 @@ class _Running:
 
     @functools.cached_property
     def edges(self) -> Counter[Edge]:
-        """How often each edge is followed from the roots."""
+        """How often autograd follows each edge from the roots."""
         return edges_from(self.roots)
 
     @functools.cached_property
     def accumulating(self) -> dict[int, Edge]:
-        """The edges that add to the `.grad` of leaves, by identity of the leaf."""
+        """The edges into AccumulateGrad nodes of leaves, by identity of the leaf."""
         leaves: Any = [edge for edge in self.edges if type(edge[0]) is _AccumulateGrad]
         return {id(node.variable): (node, number) for node, number in leaves}
 
     def end(self) -> None:
-        """Drop the graph: autograd's threads keep this object."""
+        """Drop references to the graph: autograd's threads keep this object."""
         self.roots, self.edges, self.accumulating = (), Counter(), {}
         self.notes.clear()
 
 
 def edges_from(roots: Iterable[torch.Tensor | GradientEdge]) -> Counter[Edge]:
-    """Count how often autograd follows each edge of its graph on the way back from some tensors or edges."""
+    """Count how often a backward from `roots` follows each edge of autograd's graph."""
     first = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
     edges = Counter((edge.node, edge.output_nr) for edge in first)
     ahead = list(dict.fromkeys(edge.node for edge in first))
@@ -67,10 +67,10 @@ def edges_from(roots: Iterable[torch.Tensor | GradientEdge]) -> Counter[Edge]:
 
 @functools.cache
 def watch() -> None:
-    """Remember the roots of each backward from now on."""
+    """Patch autograd to record the roots of each backward from now on, and to call the listeners."""
     original = torch.autograd._engine_run_backward
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # captured code may take gradients between its graphs
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # captured code may call autograd between its graphs
     @functools.wraps(original)
     def run(
         roots: Sequence[torch.Tensor | GradientEdge],
@@ -80,11 +80,11 @@ def watch() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if not torch._C._len_torch_dispatch_stack():  # else it may be traced, and what listeners do with it
+        if not torch._C._len_torch_dispatch_stack():  # a mode may trace the backward, and the listeners with it
             for listener in tuple(_told):
                 listener.backward_called()
         running = _Running(roots, create_graph)
-        token = _running.set(running)  # autograd hands this context on to its threads
+        token = _running.set(running)  # autograd copies this context to its threads
         try:
             return original(roots, tangents, retain_graph, create_graph, *args, **kwargs)
         finally:
@@ -95,12 +95,12 @@ def watch() -> None:
 
 
 def tell(listener: Any) -> None:
-    """Call `backward_called` of a listener before each backward that is called from Python, as long as it lives."""
+    """Call the listener's `backward_called` before each backward that is called from Python, as long as it lives."""
     _told.add(listener)
 
 
 def taking_one(leaves: Mapping[int, torch.Tensor]) -> frozenset[int]:
-    """List the leaves with which the running backward does nothing but add one gradient, from one place, to `.grad`."""
+    """Return the keys of leaves for which the running backward only adds one gradient, from one place, to `.grad`."""
     running = _current()
     if running is None:
         return frozenset()
@@ -114,26 +114,26 @@ def taking_one(leaves: Mapping[int, torch.Tensor]) -> frozenset[int]:
 
 
 def has_hooks(leaf: torch.Tensor) -> bool:
-    """Whether hooks of a leaf see its gradient."""
+    """Whether a leaf has hooks that see its gradient."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
 def _will_run(accumulating: Edge, if_returned: bool) -> bool:
-    """Whether the running backward will add to the `.grad` of a leaf; `if_returned` where it returns the gradient."""
+    """Whether the running backward adds to a leaf's `.grad`; `if_returned` if it returns the gradient instead."""
     try:
         return bool(torch._C._will_engine_execute_node(accumulating[0]))
-    except RuntimeError:  # autograd.grad() asks for the gradient of a leaf: it is returned, not added
+    except RuntimeError:  # autograd.grad() returns the gradient of this leaf
         return if_returned
 
 
 def notes() -> dict[str, Any] | None:
-    """Return what is noted about the running backward, to be read and changed; None where it is not known."""
+    """Return the notes on the running backward, which callers read and change; None without a known backward."""
     running = _current()
     return None if running is None else running.notes
 
 
 def terms_to(leaf: torch.Tensor) -> int:
-    """Count the places from which gradients of a leaf will be added up; 0 where none will."""
+    """Return how many gradients of a leaf the running backward adds up; 0 if it computes none."""
     running = _current()
     if running is None:
         return 0
@@ -142,24 +142,24 @@ def terms_to(leaf: torch.Tensor) -> int:
 
 
 def saved_by_captured() -> Iterator[torch.Tensor]:
-    """List what code that AOTAutograd has captured saved for the running backward, and that is not freed yet."""
+    """Yield the saved tensors of AOTAutograd's nodes in the running backward that are not freed yet."""
     running = _current()
     for node in () if running is None else dict.fromkeys(node for node, _ in running.edges):
         if node.name() == "CompiledFunctionBackward":
-            with suppress(RuntimeError):  # it has run, and they are freed
+            with suppress(RuntimeError):  # the node has run, and its saved tensors are freed
                 yield from node.saved_tensors  # type: ignore[attr-defined]
 
 
 def _current() -> _Running | None:
     running = _running.get()
-    if running is None:  # a thread of autograd's, on a GPU
+    if running is None:  # in autograd's thread of a GPU
         context = torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else None
         running = context.get(_running) if isinstance(context, Context) else None
     return running if running is not None and running.roots else None
 
 
 def is_running() -> bool:
-    """Whether this thread is inside of a backward, whoever called it."""
+    """Whether this thread is inside of a backward, also of one that C++ called."""
     return int(torch._C._current_graph_task_id()) != -1
 
 
@@ -169,11 +169,11 @@ def will_run_again() -> bool:
 
 
 def creates_graph() -> bool:
-    """Whether the running backward was called with `create_graph=True`; False where that is not known."""
+    """Whether the running backward was called with `create_graph=True`; False if it is not known."""
     running = _current()
     return running is not None and running.creates_graph
 
 
 def at_end(function: Callable[[], None]) -> None:
-    """Call a function when the running backward has ended, that of all graphs; not where it fails."""
+    """Call a function when the running backward has ended for all graphs; not if the backward fails."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

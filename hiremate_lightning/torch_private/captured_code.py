@@ -1,7 +1,7 @@
-"""Dynamo's graphs, made to run as the user's code does: calls of checkpoint, gradients in a forward, bans on hooks.
+"""Make Dynamo's captured graphs run as eager code does: calls of checkpoint, gradients in a forward, bans on hooks.
 
-Dynamo captures a call of `torch.utils.checkpoint` as an operator that only serves to be traced. Run by itself it
-computes again with other random numbers than before, and so gives wrong gradients behind a dropout.
+Dynamo captures a call of `torch.utils.checkpoint` as a higher-order operator that only AOTAutograd can trace. If it
+runs by itself, its recompute draws other random numbers than its forward, so gradients behind a dropout are wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx._lazy_graph_module import _LazyGraphModule as module_of  # whose code is written when it is first called
+from torch.fx._lazy_graph_module import _LazyGraphModule as module_of  # generates its Python code at the first call
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
@@ -30,22 +30,22 @@ log = logging.getLogger("hiremate_lightning")
 Rewrite = Callable[[fx.Graph, fx.Node, dict[str, fx.GraphModule]], None]
 _APPLY = torch.ops.higher_order.autograd_function_apply
 _BANS = torch._C._autograd._saved_tensors_hooks_disable, torch._C._autograd._saved_tensors_hooks_enable
-_made_with: WeakIdKeyDictionary = WeakIdKeyDictionary()  # changes that stand-ins for inputs were made with
+_made_with: WeakIdKeyDictionary = WeakIdKeyDictionary()  # counts of changes in place that fake inputs start with
 
 
 def eager_module(module: fx.GraphModule) -> fx.GraphModule:
-    """Make captured code call checkpoint as the user's code does."""
+    """Return captured code that calls `torch.utils.checkpoint` as the user's code does, not checkpoint operators."""
     return _rewritten(module, (tag_activation_checkpoint,), _checkpoint)
 
 
 def without_checkpoints(module: fx.GraphModule) -> fx.GraphModule:
-    """Put checkpointed code in the place of its calls, so that its values are kept, and let hooks see what is saved."""
+    """Return captured code with checkpointed bodies inlined, so that their values are saved, and no bans on hooks."""
     whole = _rewritten(module, (tag_activation_checkpoint,), _inline)
     return _rewritten(whole, _BANS, lambda graph, call, _: graph.erase_node(call))
 
 
 def _rewritten(module: fx.GraphModule, functions: Sequence[Any], rewrite: Rewrite) -> fx.GraphModule:
-    """Copy code, and code inside of it, with other calls where that calls any of some functions."""
+    """Copy captured code, and the graph modules in it, with calls of `functions` rewritten; without any, return it."""
     inner = {name: child for name, child in module.named_children() if isinstance(child, fx.GraphModule)}
     replaced = {name: _rewritten(child, functions, rewrite) for name, child in inner.items()}
     if replaced == inner and not any(node.target in functions for node in module.graph.nodes):
@@ -62,15 +62,15 @@ def _rewritten(module: fx.GraphModule, functions: Sequence[Any], rewrite: Rewrit
 
 
 def _checkpoint(_: fx.Graph, call: fx.Node, __: dict[str, fx.GraphModule]) -> None:
-    # The user's code does not pass buffers as arguments.
+    # Dynamo passes buffers as arguments; the user's code does not.
     names = [a.name if isinstance(a, fx.Node) and a.op == "placeholder" else "" for a in call.args[1:]]
     call.target = _checkpointed
     call.kwargs = call.kwargs | {"buffers": tuple(i for i, name in enumerate(names) if "_buffers_" in name)}
 
 
 def _inline(graph: fx.Graph, call: fx.Node, bodies: dict[str, fx.GraphModule]) -> None:
-    """Put the nodes of a body in the place of a call."""
-    name = str(cast(fx.Node, call.args[0]).target)  # Dynamo hands over the body as an attribute
+    """Replace a call of a checkpoint operator by the nodes of its body."""
+    name = str(cast(fx.Node, call.args[0]).target)  # Dynamo passes the body as a get_attr node
     body = bodies[name]
     values = dict(zip(body.graph.find_nodes(op="placeholder"), call.args[1:], strict=True))
     with graph.inserting_before(call):
@@ -85,13 +85,13 @@ def _inline(graph: fx.Graph, call: fx.Node, bodies: dict[str, fx.GraphModule]) -
 
 
 def _checkpointed(function: fx.GraphModule, *arguments: Any, buffers: tuple[int, ...], **options: Any) -> Any:
-    """Checkpoint a call; its code may update buffers, which as arguments must stay what they were."""
-    if "_checkpoint_context_fn" in function.meta:  # of selective checkpointing
+    """Checkpoint a call. Buffers are bound, not passed: code may update them, and arguments must not change."""
+    if "_checkpoint_context_fn" in function.meta:  # selective checkpointing
         options["context_fn"] = function.meta["_checkpoint_context_fn"]
 
     def run(*others: Any) -> Any:
         rest = iter(others)
-        with autocasting.as_found_on_error():  # checkpoint ends a second run by an error, where all is computed
+        with autocasting.as_found_on_error():  # checkpoint stops its recompute by an error
             return function(*(value if i in buffers else next(rest) for i, value in enumerate(kept)))
 
     kept = [value if i in buffers else None for i, value in enumerate(arguments)]
@@ -100,27 +100,27 @@ def _checkpointed(function: fx.GraphModule, *arguments: Any, buffers: tuple[int,
 
 
 def takes_gradients(code: fx.GraphModule) -> bool:
-    """Whether captured code takes gradients inside of its forward."""
+    """Whether captured code calls `torch.autograd.grad` in its forward."""
     inner = (module for module in code.modules() if isinstance(module, fx.GraphModule))
     return any(module.graph.find_nodes(op="call_function", target=torch.autograd.grad) for module in inner)
 
 
 def keep_modes_of_backwards(code: fx.GraphModule) -> bool:
-    """Run the backwards of autograd functions in the mode that autograd sets, where that makes a difference.
+    """Remove grad mode switches from captured backwards of autograd functions, if the forward takes gradients.
 
-    With `torch.autograd.grad(..., create_graph=True)` such a backward is differentiated once more. Dynamo reads it as
-    code without gradients, so that terms of the second derivative are missing; eager PyTorch runs it with them.
-    Return False where such a backward changes the mode itself, of which Dynamo does not say how it was.
+    With `torch.autograd.grad(..., create_graph=True)` eager PyTorch runs such a backward with gradients and
+    differentiates it again. Dynamo captures it as code without gradients, so terms of the second derivative are
+    missing. Return False if a backward switches the mode itself: Dynamo does not record which mode it was traced in.
     """
     if not takes_gradients(code):
         return True
     outer = [module for module in code.modules() if isinstance(module, fx.GraphModule)]
     calls = [(module, node) for module in outer for node in module.graph.find_nodes(op="call_function", target=_APPLY)]
     for module, call in calls:
-        body = cast(fx.Node, call.args[1])  # Dynamo hands over both bodies as attributes
+        body = cast(fx.Node, call.args[1])  # Dynamo passes both bodies as get_attr nodes
         backward: Any = module.get_submodule(str(body.target))
         changes = backward.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
-        if changes and [node.args for node in changes] != [(False,), (True,)]:  # off as it begins, on as it ends
+        if changes and [node.args for node in changes] != [(False,), (True,)]:  # off at the start, on at the end
             return False
         for node in changes:
             backward.graph.erase_node(node)
@@ -129,12 +129,12 @@ def keep_modes_of_backwards(code: fx.GraphModule) -> bool:
 
 
 def lost_changes(written: fx.GraphModule) -> list[str]:
-    """List the inputs of captured code that the user's code changes in place more often than the captured code does.
+    """Return the names of inputs that the user's code changes in place more often than its captured graph does.
 
-    Dynamo runs each operation on stand-ins without memory as it reads it, which count their changes, and drops later
-    what it takes for unread. So its graph is run on new stand-ins, which must count as many. They have numbers for
-    sizes, since some operations turn symbols into numbers. Stand-ins of inputs that share memory count each other's
-    changes, and the new ones do not: their counts are added up.
+    Dynamo runs each operation on fake tensors, whose versions count changes in place, and later drops nodes that it
+    takes for unread. Here the graph runs on new fake tensors, whose counts must not be lower. They have numbers as
+    sizes, since some operations turn symbols into numbers. Dynamo's fake inputs on one storage count each other's
+    changes, and the new ones do not: the counts of the new ones are added up.
     """
     inputs = list(written.graph.find_nodes(op="placeholder"))
     shown = [node.meta.get("example_value") for node in inputs]
@@ -145,7 +145,7 @@ def lost_changes(written: fx.GraphModule) -> list[str]:
         with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), torch.no_grad():
             new = [_with_numbers(value) for value in shown]
             fx.Interpreter(written).run(*new)
-    except Exception as error:  # whatever needs a number, or a gradient
+    except Exception as error:  # an operation that needs a tensor's value, or a gradient
         log.debug("Changes in place could not be counted again: %s", error)
         return []
     is_simple = not any(isinstance(node.target, aot.HigherOrderOperator) for node in written.graph.nodes)
@@ -159,7 +159,7 @@ def lost_changes(written: fx.GraphModule) -> list[str]:
 
 @instead_of("torch._dynamo.variables.builder.wrap_to_fake_tensor_and_record")
 def noted(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Note how many changes a stand-in counts already, where another one has its memory; else code may run eager."""
+    """Record how many changes a fake input starts with if it shares memory; without this, code may run eager."""
     stand_in = make(*arguments, **options)
     if isinstance(stand_in, torch.Tensor) and stand_in not in _made_with:
         _made_with[stand_in] = _changes_of(stand_in)

@@ -1,9 +1,9 @@
-"""What users compiled: what `torch.compile` returned, whose calls are under way, and how it stays compiled in a plan.
+"""Find what users compiled with `torch.compile`, and make each captured call of it one custom operator.
 
-Dynamo reads through functions that their author compiled as through any other. What it captures of such a call is
-marked, then cut out of its graph (`cut_out`), and compiled as the author's torch.compile does it, into the same
-kernels: see `inductor`. To all that follows each call is one custom operator: measured, kept or computed again.
-What can't be one operation ends the graph, and runs as it does without a plan: see `_why_apart`.
+Dynamo inlines compiled functions like all others. The nodes of such a call are marked, cut out of the captured graph
+(`cut_out`), and compiled with the author's options into the same kernels: see `inductor`. From then on the call is one
+custom operator: measured, saved or recomputed. A function that can't be one operator breaks the graph, and runs as it
+does without a plan: see `_why_apart`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .inductor import KernelCall, KernelOperation, NotCompiledError, context_of,
 __all__ = ["NotCompiledError"]
 
 _MARK = "hiremate_user_compiled"
-_WRAPPERS = "torch._dynamo.eval_frame"  # the module whose functions run in the place of what is compiled
+_WRAPPERS = "torch._dynamo.eval_frame"  # the module of torch.compile's wrappers
 
 
 def original(compiled: Any) -> Any:
-    """Return what was given to `torch.compile`; what was not returned by it is its own original."""
+    """Return what was passed to `torch.compile` for an object that it returned; return other objects as they are."""
     inside = vars(compiled) if hasattr(compiled, "__dict__") else {}
     if "dynamo_ctx" in inside:
         return original(compiled._orig_mod)
@@ -45,39 +45,39 @@ def original(compiled: Any) -> Any:
 
 
 def compiled_around(module: nn.Module) -> list[nn.Module]:
-    """List what torch.compile returned for a module, for parts of it, or for what is wrapped around it."""
+    """Return the modules that torch.compile returned for a module, for its submodules, or for modules around it."""
     own = set(map(id, module.modules()))
     compiled = [thing for thing in gc.get_objects() if type(thing) is OptimizedModule and id(thing) not in own]
     return [thing for thing in compiled if any(id(inner) in own for inner in thing.modules())]
 
 
 def compiled_inside(module: nn.Module) -> list[nn.Module]:
-    """List the parts of a module that torch.compile returned."""
+    """Return the submodules that torch.compile returned."""
     return [part for part in module.modules() if type(part) is OptimizedModule]
 
 
 def runs_eager(module: nn.Module) -> bool:
-    """Whether this is what torch.compile returned, and it calls the module itself for now."""
+    """Whether a module was returned by torch.compile and calls the original module directly: see `run_eager`."""
     inner = getattr(vars(module).get("forward"), "__self__", None)
     return isinstance(module, OptimizedModule) and inner is module._orig_mod
 
 
 def run_eager(compiled: Any) -> Callable[[], None]:
-    """Make what torch.compile returned call the module itself; return a function that undoes that."""
+    """Make what torch.compile returned call the original module directly; return a function that undoes that."""
     before = compiled.forward
     compiled.forward = compiled._orig_mod.__call__
     return lambda: setattr(compiled, "forward", before)
 
 
 def is_compiled_by(compiled: nn.Module, backend: Callable[..., Any]) -> bool:
-    """Whether torch.compile was asked for a backend."""
+    """Whether a module was compiled with a backend."""
     callback = getattr(getattr(compiled, "dynamo_ctx", None), "callback", None)
     innermost = innermost_backend(callback) if callable(callback) else None
     return getattr(innermost, "compiler_fn", innermost) is backend
 
 
 def under_way() -> list[Any]:
-    """List the functions and modules whose compiled calls are under way, innermost first: only their frames know."""
+    """Return the functions and modules whose compiled calls are running, innermost first; only the frames show them."""
     owners: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -94,9 +94,9 @@ def under_way() -> list[Any]:
 
 @instead_of("torch._dynamo.variables.functions.WrapperUserFunctionVariable.call_function")
 def functions(inline: Any, variable: Any, tracer: Any, *arguments: Any) -> Any:
-    """Read through a wrapper; mark what is captured of it where torch.compile made it, end the graph at TorchScript.
+    """Inline a wrapper; mark the nodes of a call if torch.compile made the wrapper, break the graph at TorchScript.
 
-    Each call of a compiled function is one operation; without that its numbers are those of eager PyTorch.
+    Marks make each call of a compiled function one operator; without them its results are those of eager PyTorch.
     """
     wrapper = variable.wrapper_obj
     if isinstance(wrapper, torch.jit.ScriptFunction):
@@ -111,10 +111,10 @@ def functions(inline: Any, variable: Any, tracer: Any, *arguments: Any) -> Any:
 
 @instead_of("torch._dynamo.symbolic_convert.InliningInstructionTranslator.inline_call")
 def methods(inline: Any, parent: Any, function: Any, arguments: list[Any], *others: Any, **options: Any) -> Any:
-    """Read through a function; mark what is captured of a method that was compiled in its class."""
+    """Inline a function; mark the nodes of a method that was compiled in its class."""
     owner: type | None = None
     first = arguments[0] if arguments and isinstance(function, UserFunctionVariable) else None
-    # Dynamo guards an argument where it reads it first, and names that line where the guard fails.
+    # Peek at an argument: Dynamo names the line that first reads an argument if a guard on it fails.
     if type(first) is LazyVariableTracker and not first.is_realized():
         owner = first.peek_type()
     elif isinstance(first, UserDefinedObjectVariable):
@@ -126,12 +126,12 @@ def methods(inline: Any, parent: Any, function: Any, arguments: list[Any], *othe
 
 
 def is_authors(compiler: Any) -> bool:
-    """Whether an author's torch.compile captures code, with Inductor: not our own."""
+    """Whether the compiler of a capture is an author's torch.compile with Inductor, not ours."""
     return type(innermost_backend(compiler)) is torch._TorchCompileInductorWrapper
 
 
 def _is_compiled(function: Any) -> bool:
-    """Whether torch.compile gave a function itself, not one that a decorator put around it since."""
+    """Whether torch.compile returned this function itself, not one that a decorator put around it later."""
     attribute = inspect.getattr_static(function, "_is_torch_compile", False)
     return bool(attribute) and getattr(function, "_torchdynamo_wrapper_id", None) == id(function)
 
@@ -139,7 +139,7 @@ def _is_compiled(function: Any) -> bool:
 def _marked(tracer: Any, function: Any, inline: Callable[[], Any]) -> Any:
     context = context_of(function)
     backend = innermost_backend(context.callback)
-    if getattr(backend, "compiler_name", "") == "eager":  # it changes nothing about what runs
+    if getattr(backend, "compiler_name", "") == "eager":  # this backend runs the code as it is
         with readings.as_compiled():
             return inline()
     reason = _why_apart(function, context, backend)
@@ -152,12 +152,12 @@ def _marked(tracer: Any, function: Any, inline: Callable[[], Any]) -> Any:
         result = inline()
     for node in tracer.output.graph.nodes:
         if node not in before and node.op != "placeholder":
-            node.meta[_MARK] = call  # the outermost function's, where one calls another
+            node.meta[_MARK] = call  # nested calls get the mark of the outermost function
     return result
 
 
 def _why_apart(function: Any, context: Any, backend: Any) -> str:
-    """Return the reason why a function can't be one operation of a graph, "" where it can."""
+    """Return why a compiled function can't be one operator of a graph, "" if it can."""
     if function in ended:
         return "it writes to its arguments, or returns views"
     if type(backend) is not torch._TorchCompileInductorWrapper:
@@ -168,7 +168,7 @@ def _why_apart(function: Any, context: Any, backend: Any) -> str:
 
 
 def cut_out(module: fx.GraphModule) -> list[KernelOperation]:
-    """Put one call in the place of what Dynamo captured of each call of a compiled function; return these."""
+    """Replace the marked nodes of each call of a compiled function by one operation; return the operations."""
     operations = []
     for inner in [m for m in module.modules() if isinstance(m, fx.GraphModule)]:
         calls: dict[KernelCall, list[fx.Node]] = {}

@@ -1,11 +1,11 @@
-"""Data-dependent branches, specialised and guarded while Dynamo traces them, where it would break the graph.
+"""Evaluate data-dependent branches while Dynamo traces them, and guard the outcome; otherwise the graph breaks there.
 
-The few operations that compute the condition run at once, on the CPU, and tracing goes on with the value. Only
-integers and booleans are computed, by operations that give the same on each device; masks may be fractions that are
-chosen and compared, not computed with. A guard asks again at other sizes, and before each call where a tensor depends
-on what the code is called with: code that would go another way is captured for that. What is changed in place before
-it is read is computed on copies, and not decided where these may differ. Numbers are decided as long as the few
-numbers that they are computed from stay the same.
+The few operations that compute a condition run on the CPU at once, and tracing goes on with its value. Only integers
+and booleans are computed, by operations that give the same result on each device; masks may be floats that are selected
+and compared, not computed with. A guard evaluates the condition again at other sizes, and before each call if it
+depends on input values; another outcome captures the code again. Changes in place run on copies; a branch is not
+evaluated if copies may differ. A number that depends on inputs is specialised to its first value, if these have few
+elements.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from .tensor_state import storage_id, storages_among
 
 log = logging.getLogger("hiremate_lightning")
 
-_Read = Callable[[torch.Tensor], Any]  # reads a value of a tensor
-_SIZES_KEPT = 4096  # for which the result of a guard is remembered
-_MOST_NUMBERS = 64  # in all tensors from which numbers are computed that decide
-_MOST_FORKS = 3  # where ways through one piece of code part: it is captured for one way more than that
-_EXACT = {  # functions and methods that give fractions which they find, without computing with them
+_Read = Callable[[torch.Tensor], Any]  # returns a Python value of a tensor
+_SIZES_KEPT = 4096  # sizes for which a guard's result is cached
+_MOST_NUMBERS = 64  # input elements that a specialised number may depend on
+_MOST_FORKS = 3  # branches of a code object with both outcomes: it has one path more
+_EXACT = {  # functions and methods that select, move or compare floats without arithmetic
     *("full", "zeros", "ones", "tensor", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"),
     *("max", "min", "amax", "amin", "maximum", "minimum", "clamp", "clip", "where", "masked_fill", "max_pool1d"),
     *("tril", "triu", "roll", "flip", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand"),
@@ -60,7 +60,7 @@ _EXACT = {  # functions and methods that give fractions which they find, without
     *("narrow", "select", "getitem", "cat", "concat", "stack", "chunk", "split", "unbind", "gather", "index_select"),
     *("take", "to", "type", "float", "double", "clone", "contiguous", "detach"),
 }
-_NAMES = {  # of deterministic functions of torch, operators of Python, and methods of tensors
+_NAMES = {  # deterministic functions of torch, operators of Python, and methods of tensors
     *_EXACT,
     *("arange", "linspace", "eye", "add", "sub", "mul", "neg", "floordiv", "mod", "remainder", "abs", "sign"),
     *("square", "eq", "ne", "lt", "le", "gt", "ge", "and", "and_", "or", "or_", "xor", "invert", "inv", "isin"),
@@ -68,22 +68,22 @@ _NAMES = {  # of deterministic functions of torch, operators of Python, and meth
     *("any", "sum", "diff", "cumsum", "cumprod", "_is_all_true", "_is_any_true", "prod", "count_nonzero", "meshgrid"),
     *("long", "int", "bool"),
 }
-_WITH_INDICES = {"max", "min"}  # along a dimension; which of equal elements these point to differs between devices
+_WITH_INDICES = {"max", "min"}  # along a dimension: devices return different indices of equal elements
 _FOUND = (getattr(owner, name, None) for owner in (torch, operator) for name in _NAMES)
 _FUNCTIONS = {function for function in _FOUND if function is not None}
-_NAMELESS = {functional.max_pool1d: "max_pool1d"}  # chosen between two by an argument
+_NAMELESS = {functional.max_pool1d: "max_pool1d"}  # dispatches to one of two functions by an argument
 _FUNCTIONS |= set(_NAMELESS)
 _IN_PLACE = {name for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)}
 _IN_PLACE = _IN_PLACE - {"index", "inv", "invert"} | {"setitem", "delitem"}
-_WRITES = {"setitem", "fill_", "zero_", "copy_", *(f"{name}_" for name in _NAMES)}  # that are computed
-_BRANCHES = re.compile(r"POP_JUMP_(FORWARD_|BACKWARD_)?IF_(TRUE|FALSE)|UNARY_NOT")  # names of instructions
+_WRITES = {"setitem", "fill_", "zero_", "copy_", *(f"{name}_" for name in _NAMES)}  # that this module evaluates
+_BRANCHES = re.compile(r"POP_JUMP_(FORWARD_|BACKWARD_)?IF_(TRUE|FALSE)|UNARY_NOT")  # instructions on truth values
 
 
 class _Computation:
-    """The operations that compute a tensor from its `needed` nodes, copied: Dynamo's graph is not kept."""
+    """A copy of the `needed` nodes, which compute a tensor: it holds no reference to Dynamo's graph."""
 
     def __init__(self, result: fx.Node, needed: set[fx.Node]) -> None:
-        self.writes = _expect_unchanged(result.graph, needed)  # whether it is computed by changes in place
+        self.writes = _expect_unchanged(result.graph, needed)  # whether a needed node changes a tensor in place
         graph, numbers, copies = fx.Graph(), dict[Any, fx.Node](), dict[fx.Node, Any]()
         nodes = [node for node in result.graph.nodes if node in needed]
         inputs = [node for node in nodes if node.op == "placeholder"]
@@ -112,7 +112,7 @@ class _Computation:
         self.symbols = sorted(set[Any]().union(*symbols), key=str)  # the symbolic sizes that the tensor depends on
 
     def at(self, *given: Any) -> torch.Tensor:
-        """Compute the tensor, unless one is too large, for given values of the symbols, and then of the inputs."""
+        """Compute the tensor for values of the symbols, then of the inputs; raise `NotShownError` if too large."""
         sizes, tensors = given[: len(self.symbols)], given[len(self.symbols) :]
         values = dict(zip(self.symbols, sizes, strict=True))
         for shape in self._shapes:
@@ -129,12 +129,12 @@ def _value_of(node: fx.Node) -> Any:
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether the value of a node is a number or a shape, not a tensor."""
+    """Whether a node's value is a number or a shape, not a tensor."""
     return isinstance(_value_of(node), (int, torch.SymInt, torch.Size))
 
 
 def _nodes_behind(result: fx.Node) -> set[fx.Node]:
-    """Return the nodes that a tensor is computed by, back to numbers and to what the code is called with."""
+    """Return the nodes that compute a tensor, back to numbers and inputs; raise `NotShownError` at an unknown one."""
     needed, ahead = set[fx.Node](), [result]
     while ahead:
         node = ahead.pop()
@@ -149,23 +149,23 @@ def _nodes_behind(result: fx.Node) -> set[fx.Node]:
 
 
 def _is_write(node: fx.Node) -> bool:
-    """Whether a node changes its first argument in place, and is computed here."""
+    """Whether a node changes its first argument in place by an operation that this module evaluates."""
     return _name_of(node) in _WRITES and bool(node.args) and isinstance(node.args[0], fx.Node) and _is_of_torch(node)
 
 
 def _written_by(write: fx.Node) -> set[int]:
-    """Return the storage of the tensor that a node changes in place."""
+    """Return the storage id of the tensor that a node changes in place."""
     return storages_among(_tensors_of(write.all_input_nodes[0]))
 
 
 def _writes_to(graph: fx.Graph, needed: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that change some tensors in place."""
+    """Return the nodes that change tensors of the `needed` nodes in place."""
     storages = storages_among(value for node in needed for value in _tensors_of(node))
     return {node for node in graph.nodes if _is_write(node) and not storages.isdisjoint(_written_by(node))}
 
 
 def _is_input(node: fx.Node) -> bool:
-    """Whether a node is a plain tensor that the code is called with, of integers or booleans."""
+    """Whether a node is an input of the captured code: a plain tensor of integers or booleans."""
     argument = node.meta.get("grapharg") if node.op == "placeholder" else None
     if argument is None or argument.source is None or argument.pass_arg_as_tensor:
         return False
@@ -180,7 +180,7 @@ def _expect_known(node: fx.Node) -> None:
     is_exact = all(map(_is_plain if _name_of(node) in _EXACT else _is_whole, values))
     is_of_fractions = not all(_is_whole(value) for source in node.all_input_nodes for value in _tensors_of(source))
     makes_integers = any(_is_whole(value) and value.dtype != torch.bool for value in values)
-    # Fractions beyond all integers become other ones on a GPU.
+    # A float outside of the integer's range converts differently on a GPU.
     expect(not (is_of_fractions and makes_integers), f"{node.target} of fractions")
     expect(is_known and "out" not in node.kwargs and bool(values) and is_exact, f"{node.op} {node.target}")
 
@@ -193,7 +193,7 @@ def _name_of(node: fx.Node) -> str:
 
 
 def _is_whole(value: torch.Tensor) -> bool:
-    """Whether a tensor is a plain one of integers or booleans."""
+    """Whether a tensor is strided, of no subclass, and of integers or booleans."""
     return _is_plain(value) and not value.dtype.is_floating_point and not value.dtype.is_complex
 
 
@@ -206,10 +206,10 @@ def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> bool:
-    """Return whether needed operations change tensors in place; raise if others change, or may change, needed ones.
+    """Return whether needed nodes change tensors in place; raise if other nodes change, or may change, their tensors.
 
-    Three signs count: the name of the operation, the version of the tensor, and code that is not of PyTorch, which may
-    change what it is given without either.
+    Three signs count: the operation's name, the tensor's version, and code outside of PyTorch, which may change its
+    arguments without showing either.
     """
     values, writes = [value for node in needed for value in _tensors_of(node)], _writes_to(graph, needed) & needed
     storages, written = storages_among(values), [_written_by(write) for write in writes]
@@ -236,7 +236,7 @@ def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> bool:
 
 
 def _expect_apart(inputs: dict[fx.Node, torch.Tensor], graph: fx.Graph) -> None:
-    """Raise if the memory of tensors that code is called with can be reached by others, which code may change."""
+    """Raise if an input's storage can be reached through another argument, which the code may change."""
     arguments = (node.meta.get("grapharg") for node in graph.find_nodes(op="placeholder") if node not in inputs)
     besides = (argument.example for argument in arguments if argument is not None)
     reached = storages_among(value for value in besides if isinstance(value, torch.Tensor))
@@ -244,19 +244,19 @@ def _expect_apart(inputs: dict[fx.Node, torch.Tensor], graph: fx.Graph) -> None:
 
 
 def _is_of_torch(node: fx.Node) -> bool:
-    """Whether a node calls one function of PyTorch or of Python, no custom operator and none that has code inside."""
+    """Whether a node calls a function of PyTorch or Python: no custom operator, and no operator with a graph inside."""
     target: Any = node.target
     if isinstance(target, str):
         return node.op == "call_method"
     if isinstance(target, (HigherOrderOperator, OpOverload, OpOverloadPacket)):
         return False
     owner, _, inner = str(getattr(target, "__module__", None)).partition(".")
-    is_part = owner in ("torch", "_operator") and not inner.startswith("_dynamo")  # that has what changes arrays
+    is_part = owner in ("torch", "_operator") and not inner.startswith("_dynamo")  # which may change arrays
     return target in _FUNCTIONS or is_part
 
 
 def _on_the_cpu(value: Any) -> Any:
-    """Replace a device, or the name of one, by the CPU."""
+    """Return the CPU for a device or the name of one; return other values unchanged."""
     try:
         return torch.device("cpu") if isinstance(value, (str, torch.device)) and torch.device(value) else value
     except RuntimeError:  # a string that names no device
@@ -264,7 +264,7 @@ def _on_the_cpu(value: Any) -> Any:
 
 
 def _specialise(tracer: InstructionTranslatorBase, variable: VariableTracker, read: _Read) -> Any:
-    """Read a tensor while its code is traced, and guard the value; return None for any other object."""
+    """Return the value of a tensor while its code is traced, and guard the value; None if it can't be evaluated."""
     variable = realized(variable)
     if not isinstance(variable, TensorVariable):
         return None
@@ -279,13 +279,13 @@ def _specialise(tracer: InstructionTranslatorBase, variable: VariableTracker, re
         known = getattr(environment, values)
         sizes = [int(known[symbol]) for symbol in computation.symbols]
         seen = read(computation.at(*sizes, *(argument.example for argument in inputs)))
-    except Exception as error:  # whatever the operations fail on: the graph breaks, as it does without this module
+    except Exception as error:  # any error of an operation: the graph breaks, as it does without this module
         log.debug("A tensor is not known while code is traced: %s", error)
         return None
     is_few = not computation.writes and sum(argument.example.numel() for argument in inputs) <= _MOST_NUMBERS
     if inputs and not ((isinstance(seen, bool) or is_few) and _is_admitted(tracer, seen)):
         return None
-    note_unseen()  # the next module of the same kind may read another value
+    note_unseen()  # a repeated module may read another value: its trace is not copied
     sources += [argument.source for argument in inputs]
     if sources:
         is_as_seen = functools.partial(_has_value, seen, computation, read)
@@ -294,10 +294,10 @@ def _specialise(tracer: InstructionTranslatorBase, variable: VariableTracker, re
 
 
 def _is_admitted(tracer: InstructionTranslatorBase, seen: Any) -> bool:
-    """Whether code is captured with this decision of a branch on what it is called with, which counts from then on.
+    """Whether code may be captured with this outcome of a branch on input values; record the outcome if so.
 
-    It is for a few ways through the code, and its graph breaks beyond these. Numbers that change may take any value:
-    only the first one is admitted. What is read of other tensors is the same in each call of these sizes.
+    Code is captured for a few paths, and its graph breaks beyond these. A number may take any value: only its first one
+    is admitted. A condition that depends on sizes alone is not counted: it is the same in each call of these sizes.
     """
     root, code = tracer.output.root_tx, tracer.f_code
     before, branch = _decided_by.get(root, ()), (code.co_filename, code.co_firstlineno, tracer.instruction_pointer)
@@ -313,21 +313,21 @@ def _is_admitted(tracer: InstructionTranslatorBase, seen: Any) -> bool:
 
 
 def _has_value(seen: Any, computation: _Computation, read: _Read, *given: Any) -> bool:
-    """Whether a tensor has a value at some sizes and inputs; not so where it can't be computed there."""
+    """Whether a tensor has the value `seen` at other sizes and inputs; False if it can't be evaluated there."""
     try:
         return bool(read(computation.at(*given)) == seen)
-    except Exception as error:  # whatever the operations fail on, as when code is traced at these sizes
+    except Exception as error:  # any error of an operation, for example under a trace
         log.debug("A tensor is not known at other sizes: %s", error)
         return False
 
 
-# By the code that is captured: the decisions of each branch, by the row of decisions that leads to it.
+# By captured code: the outcomes of each branch, keyed by the branch and all outcomes before it.
 _decisions_in = weakref.WeakKeyDictionary[types.CodeType, defaultdict[tuple[Any, ...], set[str]]]()
-_decided_by = weakref.WeakKeyDictionary[Any, tuple[Any, ...]]()  # by who traces it
+_decided_by = weakref.WeakKeyDictionary[Any, tuple[Any, ...]]()  # by root tracer: its branches and outcomes
 
 
 def _guard(is_as_seen: Callable[..., bool], sources: list[Any]) -> None:
-    """Guard captured code by a function of sizes and of what it is called with."""
+    """Install a guard that calls a function with the values of `sources`: sizes, then inputs."""
     names = [source.name if isinstance(source.name, str) else source.name() for source in sources]
     line = f"___is_as_seen({', '.join(names)})"
     closure = {"___is_as_seen": is_as_seen}
@@ -339,7 +339,7 @@ def _guard(is_as_seen: Callable[..., bool], sources: list[Any]) -> None:
 
 
 def _specialise_branch(handle: Callable[..., Any], tracer: InstructionTranslatorBase, instruction: Any) -> Any:
-    """Replace a tensor by its truth value, where that is known, before an instruction that branches on it."""
+    """Replace the tensor on the stack by its truth value, if it can be evaluated, before a branching instruction."""
     seen = _specialise(tracer, tracer.stack[-1], bool)
     if seen is not None:
         tracer.stack[-1] = ConstantVariable.create(seen)
@@ -347,7 +347,7 @@ def _specialise_branch(handle: Callable[..., Any], tracer: InstructionTranslator
 
 
 def _specialise_read(read: _Read, method: Any, variable: Any, tracer: Any, *arguments: Any, **named: Any) -> Any:
-    """Return the value of a tensor where a method asks for it and it is known."""
+    """Return the value that a method (`item`, `tolist`) reads if it can be evaluated; otherwise trace the method."""
     seen = _specialise(tracer, variable, read)
     return method(variable, tracer, *arguments, **named) if seen is None else VariableTracker.build(tracer, seen)
 
@@ -375,5 +375,5 @@ def _stand_ins() -> tuple[StandIn, ...]:
 
 
 def decided() -> AbstractContextManager[None]:
-    """Decide branches, and numbers, for a while; without it graphs end at these, and models are planned in pieces."""
+    """Evaluate branches and numbers in a block; without it graphs break at these, and models are planned in pieces."""
     return replaced(*_stand_ins())

@@ -1,4 +1,4 @@
-"""Dynamo, set so that it captures what plans need, and says what it could not capture."""
+"""Set Dynamo to capture graphs as plans need them, and read what it failed on and why graphs broke."""
 
 from __future__ import annotations
 
@@ -56,23 +56,23 @@ def capturing_for_plans(
     vary: Iterable[int] = (),
     answers: Callable[[], AbstractContextManager[None]] = readings.as_in_eager,
 ) -> Iterator[None]:
-    """Let Dynamo capture as plans need it.
+    """Patch Dynamo's entry, settings and warnings during a planned call, so that it captures as plans need it.
 
-    * Tensors have the sizes that they have, or where these vary, symbols for those that are found to, or are known to
-      `vary`: see `EachSize`. A number that changes from call to call (the steps that a module counts, the weight of a
-      term that grows) is an input of the graph from its second value on, or each step would be captured anew.
-    * Dynamo's settings are `_WISHES`; what it reads otherwise, and why, is in the table of `hacks`. Code that asks
-      whether it is compiled hears what it hears in plain PyTorch, or other `answers`: see `readings`.
-    * What ends a graph is not logged, nor warned of, unless a user has asked torch for its logs: see `graph_breaks`.
-    * Code that Dynamo or AOTAutograd fail on runs as it is, and what it calls is captured on its own. The error is told
-      or, where there is no one to tell, raised. Code that fails as it is traced may be wrong itself: then it raises
-      its own error as it runs, nothing is told, and it is captured the next time.
+    * Sizes are static or, with `sizes_vary`, symbols for sizes that Dynamo found to vary and for the numbers in `vary`:
+      see `EachSize`. A number that changes from call to call (a module's count of steps, the weight of a loss term)
+      becomes an input of the graph from its second value on; otherwise each step would be captured again.
+    * Dynamo's settings are `_WISHES`; the table of `hacks` lists what it traces differently, and why. Code that asks
+      whether it is compiled gets the answer of eager PyTorch, or that of `answers`: see `readings`.
+    * Graph breaks are not logged or warned of, unless the user enabled torch's logs: see `graph_breaks`.
+    * Code that Dynamo or AOTAutograd fail on runs uncaptured, and what it calls is captured on its own. `tell` gets the
+      error; without `tell` it is raised. Code that raises while it is traced may be wrong itself: if it then raises
+      uncaptured, `tell` gets nothing, and the next call captures it again.
     """
 
     @functools.cache
-    def hear() -> None:  # as the first capture of a call begins: to begin takes time, and few calls capture anything
+    def hear() -> None:  # at a call's first capture: setup takes time, and few calls capture
         numbers, config = ",".join(map(str, vary)), cast(Any, torch.compiler.config)
-        if numbers and hasattr(config, "dynamic_values"):  # PyTorch before 2.13 has symbols from a second size on
+        if numbers and hasattr(config, "dynamic_values"):  # before 2.13, symbols come with a second size
             hearing.enter_context(config.patch(dynamic_values=numbers))
         hearing.enter_context(_told_of_failures(tell))
 
@@ -90,7 +90,7 @@ def capturing_for_plans(
 
 @contextmanager
 def counting_seconds() -> Iterator[None]:
-    """Count the time of a capture, or of a trace of captured code at a new size; one inside of another counts once."""
+    """Add the block's time to `capturing_s`: a capture, or a trace at a new size. A nested block counts once."""
     before_s, start = _seconds.capturing, time.perf_counter()
     try:
         yield
@@ -104,7 +104,7 @@ def capturing_s() -> float:
 
 
 def named_ranges(tensor: torch.Tensor) -> list[tuple[int, int, int]]:
-    """List the dimensions, with smallest and largest size, of which a user said so by `torch._dynamo.mark_dynamic`."""
+    """Return (dimension, smallest, largest size) for dimensions that a user bounded by `torch._dynamo.mark_dynamic`."""
     marks = getattr(tensor, "_dynamo_dynamic_range", ())
     return sorted((mark.dim, mark.min or 1, mark.max) for mark in marks if mark.max is not None)
 
@@ -118,19 +118,19 @@ def _capture_with(
 ) -> Any:
     is_static = builder, "tensor_always_has_static_shape", has_static_shape
     settings = dynamo_config.patch(specialize_float=not fractions_vary, **_SETTINGS)
-    # These log a break of a graph over many lines: not where nobody asked for that.
+    # These loggers print graph breaks over many lines: disable them unless the user enabled them.
     logs_of_breaks = [(each, "disabled", True) for each in _BREAK_LOGS if not each.isEnabledFor(logging.INFO)]
     with (
-        autocasting.releasing_frames(),  # around the collection, which may take what other captures have left
+        autocasting.releasing_frames(),  # around the collection, which may free frames of earlier captures
         settings,
         replaced(is_static, *logs_of_breaks),
         warnings.catch_warnings(),
         collecting_what_it_leaves(),
-        hacks.applied(Stage.CAPTURING),  # within: what traces of repeated modules hold is to be collected too
+        hacks.applied(Stage.CAPTURING),  # within the collection, which frees traces of repeated modules
     ):
-        warnings.filterwarnings("ignore", "Error detected in")  # said of a backward that fails while it is traced
+        warnings.filterwarnings("ignore", "Error detected in")  # warned if a backward fails in a trace
         warnings.filterwarnings("ignore", "Dynamo detected a call to a .functools.lru_cache")  # see `readings`
-        if logs_of_breaks:  # some breaks are warned of, too, in the same words
+        if logs_of_breaks:  # some graph breaks are also warned of
             warnings.filterwarnings("ignore", "Dynamo (does not know how to|cannot) trace")
         log.debug("capturing %s", code.co_name)
         result = _capture(code, *arguments, **options)
@@ -139,10 +139,10 @@ def _capture_with(
 
 
 def _capture_in_turn(sizes_vary: bool, code: types.CodeType, *arguments: Any, **options: Any) -> Any:
-    """Capture code in the first of a few ways that Dynamo does not fail on, and in that one from then on.
+    """Capture code in the first mode that Dynamo does not fail on, and in that mode from then on.
 
-    These are symbols for sizes that vary, numbers for all sizes, and at last all fractions as they are: where it fails
-    on code that it captured before, that may be for a fraction that varies.
+    The modes: symbols for sizes that vary, static sizes, static sizes and floats. The last one is tried for code that
+    was captured before: there a float that varies may be what Dynamo fails on.
     """
     fractions_vary = code not in _without_fractions
     ways: list[tuple[Callable[..., Any], bool]] = [(_always_static, fractions_vary)]
@@ -152,11 +152,11 @@ def _capture_in_turn(sizes_vary: bool, code: types.CodeType, *arguments: Any, **
         ways.insert(0, (_has_static_shape, fractions_vary))
     for way in ways:
         is_last = way is ways[-1]
-        try:  # what the log of guards calls an error may be put right by the next way
+        try:  # an error in the guards' log may be gone in the next mode
             with replaced((_GUARDS_LOG, "disabled", not is_last or _GUARDS_LOG.disabled)):
                 result = _capture_with(*way, code, *arguments, **options)
             break
-        except Exception as error:  # whatever Dynamo fails on; after the last way it runs the code as it is, or fails
+        except Exception as error:  # any error; after the last mode Dynamo runs the code uncaptured or fails
             if is_last:
                 _give_up(code, error)
                 raise
@@ -169,47 +169,48 @@ def _capture_in_turn(sizes_vary: bool, code: types.CodeType, *arguments: Any, **
 
 
 def _give_up(code: types.CodeType, error: Exception) -> None:
-    """Note that Dynamo failed on code, and how where the code itself may be wrong."""
+    """Record that Dynamo failed on code and, if the code itself may be wrong, the error's text in `_in_doubt`."""
     _given_up.add(_whole(code))
     if isinstance(error, TorchRuntimeError):
         _in_doubt[code] = _with_explanation(str(error)).rpartition(_GOT)[2].split(_LINE_END)[0]
-    elif _RAISED in str(error):  # since 2.14 where code passes a failure on, from a `finally` for example
+    elif _RAISED in str(error):  # since 2.14, if code re-raises, for example after a `finally`
         _in_doubt[code] = str(error).partition(_RAISED)[2].split("\n")[0].split(_LINE_END)[0]
 
 
 def _whole(code: types.CodeType) -> types.CodeType:
-    """Return the code that this is the rest of, after a break."""
+    """Return the function's code of which this code is the rest after a graph break, or the code itself."""
     rest_of = ContinueExecutionCache.generated_code_metadata.get(code)
     whole: types.CodeType = code if rest_of is None else rest_of.code
     return whole
 
 
 def given_up_count() -> int:
-    """Count the functions that Dynamo gave up so far, and the breaks in those that it did not."""
+    """Return the number of functions that Dynamo gave up, plus the number of graph breaks so far."""
     return len(_given_up) + len(graph_break_reasons)
 
 
 def latest_break() -> Any:
-    """Return the break of a graph that came last in this process, None before the first."""
+    """Return the latest graph break in this process, None without one."""
     return graph_break_reasons[-1] if graph_break_reasons else None
 
 
 def gave_up(module: torch.nn.Module, since: Any = None) -> bool:
-    """Whether Dynamo gave up a module's forward, or what follows a break in it, after the `latest_break` at some time.
+    """Whether Dynamo gave up a module's forward, or its rest after a graph break.
 
-    Of what such code calls, Dynamo captures only what is not of torch itself (`nn.Linear`, `nn.Sequential`). A forward
-    of torch itself, which all models run, is given up wherever a graph breaks in it, be it in what it calls.
+    What given-up code calls, Dynamo captures unless it is torch's own (`nn.Linear`, `nn.Sequential`). A forward of
+    torch's own is shared by all models: it counts as given up if a graph broke in it, or in what it calls, after the
+    break `since`.
     """
     function = attempt(lambda: module.forward, None, f"the forward of {type(module).__name__}")
-    seen = set[int]()  # decorators say what is inside of a function; other objects may say anything
+    seen = set[int]()  # only a function's `__wrapped__` is trusted
     while is_of(function, (types.FunctionType, types.MethodType)) and id(function) not in seen:
         if getattr(function, "__code__", None) in _given_up:
             return True
         seen.add(id(function))
         function = getattr(function, "__wrapped__", None)
-    forward = inspect.getattr_static(type(module), "forward", None)  # that of TorchScript can't be asked for
+    forward = inspect.getattr_static(type(module), "forward", None)  # reading a TorchScript forward fails
     is_of_torch = type(forward) is types.FunctionType and str(forward.__module__).startswith("torch.nn.")
-    if not is_of_torch:  # code which was generated is of no module
+    if not is_of_torch:  # generated code has no module
         return False
     code = forward.__code__
     lines = {line for *_, line in code.co_lines()}
@@ -220,36 +221,36 @@ def gave_up(module: torch.nn.Module, since: Any = None) -> bool:
 
 _capture: Any = convert_frame._compile
 _WISHES: dict[str, Any] = {
-    "recompile_limit": 256,  # beyond its limits it would run code uncaptured in silence
+    "recompile_limit": 256,  # beyond these limits Dynamo silently runs code uncaptured
     "accumulated_recompile_limit": 4096,
-    "use_numpy_random_stream": True,  # NumPy draws its own random numbers, not torch
-    "skip_nnmodule_hook_guards": False,  # a hook that a module gets later, or loses, is seen
+    "use_numpy_random_stream": True,  # NumPy draws the random numbers, not torch
+    "skip_nnmodule_hook_guards": False,  # guard hooks that a module gets or loses later
     "allow_unspec_int_on_nn_module": True,
     "trace_autograd_ops": True,
-    "inline_invoke_subgraph": True,  # what is in `torch.compiler.nested_compile_region` is captured as any other code
-    "run_gc_after_compile": False,  # it would take what the capture still holds for old
+    "inline_invoke_subgraph": True,  # capture `torch.compiler.nested_compile_region` like other code
+    "run_gc_after_compile": False,  # it would move what the capture holds to the old generation
 }
 _SETTINGS = {name: wish for name, wish in _WISHES.items() if hasattr(dynamo_config, name)}
-_FROM_NOW_ON = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)  # code is captured when it is called next
-_WHY = "Explanation: "  # begins a line of a reason for a graph break
+_FROM_NOW_ON = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)  # capture code at its next call
+_WHY = "Explanation: "  # begins the explanation of a graph break's reason
 _SITE = re.compile(r"^.*/site-packages/")
-_GOT, _LINE_END = ": got ", r"\n"  # in such a line, before an error as Python represents it, and in that
+_GOT, _LINE_END = ": got ", r"\n"  # in such a line: before an error's repr, and within it
 _RAISED = "context: raised exception "  # before an error that traced code did not handle
 _BREAK_LOGS = [logging.getLogger(f"torch._dynamo.{name}") for name in ("exc", "variables.tensor")]
 _GUARDS_LOG = logging.getLogger("torch._guards")
-_captured: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it did not fail on, once at least
-_without_symbols: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on with symbols
-_without_fractions: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # that it failed on where fractions vary
-_given_up: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it failed on altogether
-_innermost = types.SimpleNamespace(hear=lambda: None)  # begins to hear of failures in the innermost call
+_captured: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo captured at least once
+_without_symbols: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on with symbolic sizes
+_without_fractions: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it failed on with varying floats
+_given_up: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on in every mode
+_innermost = types.SimpleNamespace(hear=lambda: None)  # starts listening for failures in the innermost planned call
 _seconds = types.SimpleNamespace(capturing=0.0)
-_in_doubt: dict[types.CodeType, str] = {}  # code that failed as it was traced, and how, until it has run as it is
+_in_doubt: dict[types.CodeType, str] = {}  # error text of code that raised in a trace, until it has run uncaptured
 
 
 @contextmanager
 def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
-    """Let Dynamo go on without what it fails on, and hear of it from its log, however quiet a user has made that."""
-    around = dict(_in_doubt)  # of a call that this one is within
+    """Let Dynamo run uncaptured what it fails on, and pass the errors in its log to `tell`, at any log level."""
+    around = dict(_in_doubt)  # those of the enclosing call
     _in_doubt.clear()
     level, was_quiet = _DYNAMO_LOG.level, not _DYNAMO_LOG.isEnabledFor(logging.WARNING)
     suppress_errors = dynamo_config.suppress_errors
@@ -266,12 +267,12 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
 
     if was_quiet:
         _DYNAMO_LOG.setLevel(logging.WARNING)
-    dynamo_config.suppress_errors = _DYNAMO_LOG.isEnabledFor(logging.WARNING)  # not where all logging is disabled
+    dynamo_config.suppress_errors = _DYNAMO_LOG.isEnabledFor(logging.WARNING)  # False if all logging is disabled
     _DYNAMO_LOG.addFilter(heed)
     try:
         yield
-    except BaseException:  # whatever stopped the code: whether it works as it is was not seen
-        for code in _in_doubt:  # let Dynamo capture it when it is called next
+    except BaseException:  # Ctrl-C too: it is unknown whether the code works uncaptured
+        for code in _in_doubt:  # let Dynamo capture it at its next call
             _given_up.discard(_whole(code))
             set_code_exec_strategy(code, _FROM_NOW_ON)
         raise
@@ -289,13 +290,13 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
 
 
 def tell_of_failure(error: Exception) -> None:
-    """Tell of what could not be captured as Dynamo tells of its own failures: see `capturing_for_plans`."""
+    """Report a failed capture through Dynamo's log, as Dynamo reports its own failures: see `capturing_for_plans`."""
     _innermost.hear()
     _DYNAMO_LOG.log(logging.WARNING, "a graph runs uncaptured", exc_info=error)
 
 
 def reason_of(error: CompileError) -> str:
-    """Return why Dynamo failed: the error of the user's own code and its line, or else Dynamo's own words."""
+    """Return why Dynamo failed: the error of the user's code with its line, or else Dynamo's own text."""
     if not isinstance(error, TorchRuntimeError):
         return _with_explanation(_in_brief(error))
     cause: BaseException = error
@@ -309,7 +310,7 @@ def reason_of(error: CompileError) -> str:
 
 
 def graph_breaks() -> Counter[str]:
-    """Count what has ended graphs in this process: torch.compile's reasons in brief, with their places in the code."""
+    """Count this process's graph breaks by torch.compile's short reason and the place in the code."""
     breaks, placed = Counter[str](), set[str]()
     for ended in graph_break_reasons:
         if ended.graph_break and ended.user_stack:
@@ -324,36 +325,36 @@ def graph_breaks() -> Counter[str]:
 
 
 def failed_guards() -> Counter[str]:
-    """Count what captured code was made for and did not find in this process, by guard and place.
+    """Count this process's failed guards by guard and place.
 
-    Of "0/1: len(module.seen) == 3  # seen.append(...)  # net.py:5" these are what is behind the first colon.
+    Of "0/1: len(module.seen) == 3  # seen.append(...)  # net.py:5" the text after the first colon is counted.
     """
     lines = (reason.split("\n")[0] for reasons in guard_failures.values() for reason in reasons)
     return Counter(" ".join(line.partition(": ")[2].split()) for line in lines)
 
 
 def _with_explanation(reason: str) -> str:
-    """Shorten a reason to its title and its explanation, without the hints and the link."""
+    """Return the title and the explanation of a graph break's reason, without its hints and its link."""
     title, *lines = (line.strip() for line in reason.strip().split("\n"))
     why = next((line.removeprefix(_WHY) for line in lines if line.startswith(_WHY)), "")
     return f"{title}: {why}".rstrip(".") if why else title.rstrip(".")
 
 
 def _in_brief(error: BaseException) -> str:
-    kind = "" if isinstance(error, CompileError) else f"{type(error).__name__}: "  # Dynamo's name it themselves
+    kind = "" if isinstance(error, CompileError) else f"{type(error).__name__}: "  # Dynamo's errors contain it
     return kind + str(error).strip().split("\n\n")[0]
 
 
 def hooks_of_all_modules() -> tuple[Any, ...]:
-    """Name the hooks that run for each module; captured code that asks for them is captured anew where they change."""
+    """Return the keys of torch's global module hooks, by kind; code that reads them is captured again on a change."""
     kinds = ("forward_pre", "forward", "backward_pre", "backward")
     return tuple(tuple(getattr(nn_module, f"_global_{kind}_hooks")) for kind in kinds)
 
 
 def forget_compiled(function: Callable[..., Any]) -> None:
-    """Drop what Dynamo compiled for a function, and the sizes that it saw there."""
+    """Drop what Dynamo compiled for a function, and the sizes that it recorded there."""
     reset_code(function.__code__)
-    # Dynamo names compiled code in the function's module until the bytecode it made is gone, which may be never.
+    # Dynamo keeps names in the function's module until its bytecode is freed, which may be never.
     for index, made in tuple(CleanupManager.instance.refs.items()):
         if orig_code_map.get(made()) is function.__code__:
             CleanupManager.instance._remove_id(index)
@@ -363,7 +364,7 @@ def forget_compiled(function: Callable[..., Any]) -> None:
 
 
 def try_again() -> None:
-    """Let Dynamo capture again what it gave up for good, as it gives up code in which something is raised."""
+    """Let Dynamo capture code again that it gave up for good, for example because the code raised."""
     for seen in tuple(input_codes.seen):
         code = seen()
         if code is not None:

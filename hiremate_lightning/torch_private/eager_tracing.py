@@ -1,4 +1,4 @@
-"""Decompositions and meta kernels of AOTAutograd's trace, corrected: eager PyTorch's operators and strides."""
+"""Replace decompositions and meta kernels while AOTAutograd traces, to get eager PyTorch's operators and strides."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .hacks import Stage, StandIn, around, instead_of, replaced, replaced_entrie
 
 @contextmanager
 def traced_as_eager() -> Iterator[None]:
-    """Trace what eager PyTorch would run, where torch's tracing departs from it, for a while.
+    """Trace the operators that eager PyTorch runs, in a block, where torch's tracing departs from them.
 
-    Departures are in the table of `hacks`. Two are mended by settings: random operations whose result nobody uses are
-    dropped, and with them their draws; and the backward is taken to run under the forward's autocast, which training
-    ends before it: products in single precision would lose theirs.
+    The table of `hacks` lists the departures. Settings correct two: random operations with unused results are dropped,
+    and with them their draws; and the backward is traced under the forward's autocast, which training leaves before the
+    backward: float32 products would lose precision.
     """
     with (
         inductor_config.patch(fallback_random=True),
@@ -43,7 +43,7 @@ def traced_as_eager() -> Iterator[None]:
 
 @instead_of("torch._functorch._aot_autograd.runtime_wrappers.compute_overlapping_inputs")
 def guarded_overlaps(find: Callable[..., Any], config: Any, inputs: list[Any], of_one_storage: list[int]) -> set[int]:
-    """Guard on which inputs of a storage overlap, where some are written to: else these are taken to always do."""
+    """Guard which inputs of one storage overlap if some are written to; else they count as overlapping in each call."""
     overlapping: set[int] = find(config, inputs, of_one_storage)
     sources, context = config.aot_autograd_arg_pos_to_source, TracingContext.try_get()
     if sources and context is not None and len(of_one_storage) > 1:
@@ -58,8 +58,8 @@ _IMPLICIT = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 
 
 def eager_kernels() -> AbstractContextManager[None]:
-    """Remove Python decompositions of some operators for a while: by their other numbers code would run eager."""
-    # The decompositions of these give other numbers: products fold otherwise, resizing rounds.
+    """Remove Python decompositions of some operators in a block: their numbers differ, so code would run eager."""
+    # These decompositions compute other numbers: products fold differently, resizing rounds.
     packets = [aten.dropout, aten.matmul, aten.hardshrink, aten.softshrink, aten.stft, aten.istft]
     packets += [getattr(aten, name) for name in dir(aten) if name.startswith(("upsample_", "_upsample_"))]
     overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
@@ -72,7 +72,7 @@ def eager_kernels() -> AbstractContextManager[None]:
 def _with_kernels(
     kernels: Mapping[OpOverload, Mapping[DispatchKey, Callable[..., Any] | None]],
 ) -> AbstractContextManager[None]:
-    """Put other Python kernels of operators in place for a while; None for none."""
+    """Replace Python kernels of operators in a block; None removes a kernel."""
     stand_ins: list[StandIn] = []
     for op, others in kernels.items():
         every = {**op.py_kernels, **others}
@@ -82,7 +82,7 @@ def _with_kernels(
 
 
 def _eager_dropout(input: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:
-    """Draw as eager does: nothing for a probability of 0 or 1."""
+    """Apply dropout as eager does, which draws nothing for a probability of 0 or 1."""
     if p == 0 or not train or input.numel() == 0:
         return input
     if p == 1:
@@ -99,10 +99,10 @@ def _eager_gru_cell(
     input_bias: torch.Tensor | None = None,
     hidden_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute a GRU's cell as eager does on the CPU: two gates as parts of one tensor, the third as one of its own.
+    """Compute a GRU cell as eager does on the CPU: two gates as parts of one tensor, the third in its own tensor.
 
-    Eager computes them in place, row by row of a larger tensor. Traced, each would be a tensor of its own, whose
-    sigmoid rounds otherwise: a CPU takes many numbers at once, and those that are left at the end of a row one by one.
+    Eager computes the gates in place, in rows of a larger tensor. If each gate were a tensor of its own, its sigmoid
+    would round differently: a CPU computes many numbers at once, and those left at the end of a row one by one.
     """
     if input.device.type != "cpu":  # a fused kernel
         arguments = (input, hidden, input_weight, hidden_weight, input_bias, hidden_bias)
@@ -119,8 +119,8 @@ def _eager_gru_cell(
 
 @contextmanager
 def eager_strides() -> Iterator[None]:
-    """Correct strides and types of norms' results for a while: else the proof fails, and code runs eager."""
-    sources = {  # the argument whose memory format the first result has on the CPU; None: contiguous, on all devices
+    """Correct strides and dtypes of norms' results in a block; otherwise the proof fails, and code runs eager."""
+    sources = {  # position of the argument whose memory format the first result has on CPU; None: contiguous everywhere
         aten._native_batch_norm_legit_functional.default: 0,
         aten._native_batch_norm_legit.default: 0,
         aten._native_batch_norm_legit.no_stats: 0,
@@ -129,7 +129,7 @@ def eager_strides() -> Iterator[None]:
         aten._log_softmax_backward_data.default: None,
     }
     stand_ins = {op: around(decomposition_table[op], partial(_strided, at)) for op, at in sources.items()}
-    FakeTensorMode.cache_clear()  # it holds results by arguments, whoever computed them
+    FakeTensorMode.cache_clear()  # it caches results by arguments, for any decomposition
     try:
         with replaced_entries(decomposition_table, stand_ins):
             yield
@@ -139,7 +139,7 @@ def eager_strides() -> Iterator[None]:
 
 @contextmanager
 def eager_strides_of_one() -> Iterator[None]:
-    """Set strides of dimensions of size 1 as kernels do, which tell by them whether a batch of one is channels-last."""
+    """Set strides of size-1 dimensions as kernels do, which tell by these if a batch of one is channels-last."""
     operators = aten.view.default, aten._unsafe_view.default
     views = {op: around(op_implementations_dict[op], _view_as_kernels_do) for op in operators}
     with_numbers = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
@@ -162,18 +162,18 @@ def _with_numbers_as_kernels_do(kernel: Callable[..., Any], tensor: Any, number:
     is_one = isinstance(tensor, torch.Tensor) and 1 in tensor.shape and not tensor_state.is_symbolic(tensor)
     if not is_one or isinstance(number, torch.Tensor):
         return result
-    seen = _without_memory(tensor, lambda like: like + like.new_empty(()))  # of another shape, as numbers are
+    seen = _without_memory(tensor, lambda like: like + like.new_empty(()))  # 0-dimensional, like a number
     return torch.as_strided(result, seen.shape, seen.stride())
 
 
 def _without_memory(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Run a function on a tensor that has nothing but sizes and strides, by the kernels' own rules for these."""
+    """Run a function on a meta tensor of the same sizes and strides, so that kernels set the strides of the result."""
     with tensor_state.real_mode(), no_python_dispatcher():
         return function(torch.empty_strided(tensor.shape, tensor.stride(), device="meta"))
 
 
 def _strided(position: int | None, decomposition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what a decomposition does, the first result in the memory format of an argument; None for contiguous."""
+    """Run a decomposition; return its first result in the memory format of an argument, or contiguous for None."""
     results = decomposition(*args, **kwargs)
     first, *others = results if isinstance(results, tuple) else (results,)
     if first is None or (position is not None and first.device.type != "cpu"):
@@ -184,7 +184,7 @@ def _strided(position: int | None, decomposition: Callable[..., Any], *args: Any
 
 
 def byte_targets() -> AbstractContextManager[None]:
-    """Trace losses of classes given as bytes like those of integers, for a while; else such code runs uncaptured."""
+    """Trace losses with uint8 targets like those with integers, in a block; otherwise such code runs uncaptured."""
     classes_at = {aten.nll_loss_forward.default: 1, aten.nll_loss_backward.default: 2}
     stand_ins = {op: around(decomposition_table[op], partial(_with_integers, at)) for op, at in classes_at.items()}
     return replaced_entries(decomposition_table, stand_ins)
@@ -197,13 +197,13 @@ def _with_integers(position: int, decomposition: Callable[..., Any], *args: Any,
 
 
 FOLD = aten.unfold_backward.default
-BY_ROOT_OF_LENGTH, BY_LENGTH = 1, 2  # how at::native::fft_norm_mode numbers the norms of an inverse transform
-SMALLEST = 1e-11  # of the squares' sum, below which eager PyTorch divides by no window
+BY_ROOT_OF_LENGTH, BY_LENGTH = 1, 2  # norms of an inverse transform in at::native::fft_norm_mode
+SMALLEST = 1e-11  # smallest sum of squared windows that eager PyTorch divides by
 
 
 @contextmanager
 def sums_at_once() -> Iterator[None]:
-    """Trace sums of windows by their shape, for a while, where torch traces an addition for each of their places."""
+    """Trace sums of windows by their shape, in a block; torch traces one addition for each place in a window."""
     rule = {FOLD: _empty_sum}
     with replaced_entries(meta_table, rule), replaced_entries(op_implementations_dict, rule):
         yield
@@ -226,7 +226,7 @@ def istft(
     length: int | None = None,
     return_complex: bool = False,
 ) -> torch.Tensor:
-    """Do what PyTorch's C++ `istft` does, but check the windows in the graph, where that looks at their sum."""
+    """Compute what PyTorch's C++ `istft` does, but check the windows in the graph: C++ reads their sum to check it."""
     hop_length = n_fft // 4 if hop_length is None else hop_length
     win_length = n_fft if win_length is None else win_length
     spectra = torch.view_as_real(input.resolve_conj())

@@ -1,4 +1,4 @@
-"""Constants, tensors and graphs as values that can be compared; what can't be described is like nothing else."""
+"""Describe constants, tensors and fx graphs as values that can be compared; raise for what can't be described."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescrip
 
 
 class NotShownError(Exception):
-    """Something is not shown to hold: that two things are alike, or what a value is."""
+    """It is not shown that two things are alike, or what a value is."""
 
 
 def expect(is_shown: bool, what: str) -> None:
-    """Raise `NotShownError` where something is not shown."""
+    """Raise `NotShownError` unless something is shown."""
     if not is_shown:
         raise NotShownError(what)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a constant or code."""
+    """Whether a value is a constant, a class or a function."""
     return isinstance(value, (*VALUES, type(...), *CODE))
 
 
 def described(value: Any, numbers: Mapping[fx.Node, int]) -> Hashable:
-    """Describe an argument of a node, with numbers for nodes: `-0.0` is not `0.0`, and True and 1.0 are not 1."""
+    """Describe an argument of a node, with numbers for nodes: `-0.0` differs from `0.0`, and True and 1.0 from 1."""
     if isinstance(value, fx.Node):
         return fx.Node, numbers[value]
     if isinstance(value, (tuple, list)):
@@ -46,7 +46,7 @@ def described(value: Any, numbers: Mapping[fx.Node, int]) -> Hashable:
 
 
 def described_nodes(nodes: Iterable[fx.Node], numbers: Mapping[fx.Node, int]) -> Hashable:
-    """Describe nodes of a graph that has neither tensors nor code of its own."""
+    """Describe nodes of a graph; raise `NotShownError` if the graph holds tensors or modules."""
     rows = []
     for node in nodes:
         expect(node.op not in ("get_attr", "call_module"), "tensors and code that a graph holds")
@@ -70,7 +70,7 @@ def facts_of(tensor: torch.Tensor, size: Callable[[Any], Any] = size_of) -> tupl
 
 
 def guard_counts() -> tuple[int, int]:
-    """Count the guards that AOTAutograd asks for, and those on sizes, of what is captured now."""
+    """Return the number of AOTAutograd's guards, and of guards on sizes, in the current capture."""
     context = TracingContext.try_get()
     shapes = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
     of_code = 0 if context is None else len(context.guards_context.aotautograd_guards)

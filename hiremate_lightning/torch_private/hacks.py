@@ -1,8 +1,8 @@
-"""Every change that this folder makes to what torch does, in one table: each has one switch.
+"""List in one table every function of torch that this package replaces for a while, each with one switch.
 
-What a hack changes, and what happens without it, is said by the function at its place. A release of torch that a hack
-was not checked on gets plain capture: hacks that save time or avoid graph breaks are off. Hacks that mend what torch
-gets wrong are tried there, and are off where torch has no such names any more. `hiremate doctor` tells which are off.
+The docstring of a replacement says what it changes, and what happens without it. On a release of torch that a hack was
+not checked on, hacks that save time or avoid graph breaks are off. Hacks that correct torch are tried, and are off if
+torch lacks the names that they replace. `hiremate doctor` lists the hacks that are off.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SINCE_2_13 = CHECKED_VERSIONS[CHECKED_VERSIONS.index("2.13") :]
 
 
 class Stage(Flag):
-    """When a hack is in place: around a planned call, while Dynamo captures code, while AOTAutograd traces that."""
+    """When a hack is in place: around a planned call, while Dynamo captures code, while AOTAutograd traces a graph."""
 
     CALLING = auto()
     CAPTURING = auto()
@@ -39,10 +39,10 @@ class Hack:
     """One change to what torch does.
 
     Attributes:
-        name: How it is switched.
-        place: The modules, with functions that return context managers; "" for a hack that other code asks for.
+        name: The name of its switch.
+        place: Functions that return its context managers, with their modules; "" for a hack that other code checks.
         stages: When it is in place.
-        mends: Whether it mends what torch gets wrong, and so is tried on releases that it was not checked on.
+        mends: Whether it corrects torch, and so is tried on releases that it was not checked on.
         checked: The releases of torch that it was checked on.
     """
 
@@ -80,13 +80,13 @@ HACKS = (
     Hack("gradients with metadata", "aot.taking_gradients_with_metadata", Stage.TRACING),
     Hack("byte targets", "eager_tracing.byte_targets", Stage.CAPTURING | Stage.TRACING, mends=False),
     Hack("sums of windows", "eager_tracing.sums_at_once", Stage.CAPTURING | Stage.TRACING, mends=False),
-    # Code that is captured again without a difference runs by what was made before, and is not traced and planned anew.
+    # Code that is captured again without a difference runs its earlier program: it is not traced and planned again.
     Hack("same captures", "", mends=False),
 )
 _BY_NAME = {hack.name: hack for hack in HACKS}
 RELEASE = ".".join(torch.__version__.split(".")[:2])
-_off = set[str]()  # switched off
-_missing = dict[str, str]()  # off on this release, and why
+_off = set[str]()  # names of hacks that are switched off
+_missing = dict[str, str]()  # names of hacks that fail on this release, with the error
 
 
 def is_on(name: str) -> bool:
@@ -102,7 +102,7 @@ def off() -> list[Hack]:
 
 @contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Switch hacks off for a while; all of them where none is named."""
+    """Switch hacks off in a block; all of them if none is named."""
     switched = ({_BY_NAME[name].name for name in names} or set(_BY_NAME)) - _off
     _off.update(switched)
     try:
@@ -113,7 +113,7 @@ def without(*names: str) -> Iterator[None]:
 
 @contextmanager
 def applied(stage: Stage) -> Iterator[None]:
-    """Put the hacks of a stage in place for a while, in the order of the table."""
+    """Put the hacks of a stage in place in a block, in the order of the table."""
     with ExitStack() as in_place:
         for hack in HACKS:
             if hack.place and stage in hack.stages and is_on(hack.name):
@@ -122,14 +122,14 @@ def applied(stage: Stage) -> Iterator[None]:
 
 
 def _enter(in_place: ExitStack, hack: Hack) -> None:
-    """Put one hack in place; on a release that it was not checked on it may find other names than it needs."""
+    """Put one hack in place; turn it off if a release that it was not checked on lacks a name that it needs."""
     try:
         with ExitStack() as own:
             for place in hack.place.split(", "):
                 module, _, name = place.rpartition(".")
                 own.enter_context(getattr(importlib.import_module(f".{module}", __package__), name)())
             in_place.enter_context(own.pop_all())
-    except Exception as error:  # whatever another release has moved or renamed
+    except Exception as error:  # any name that another release moved or renamed
         if RELEASE in hack.checked:
             raise
         _missing[hack.name] = f"{type(error).__name__}: {error}"
@@ -139,11 +139,11 @@ def _enter(in_place: ExitStack, hack: Hack) -> None:
 # ---------------------------------------------------------------- how torch is changed
 
 
-StandIn = tuple[Any, str, Any]  # for an attribute: its owner, its name, and what is in its place
+StandIn = tuple[Any, str, Any]  # an attribute's owner, its name, and its replacement
 
 
 def instead_of(*places: str) -> Callable[[Callable[..., Any]], Callable[[], AbstractContextManager[None]]]:
-    """Make a function stand in, for a while, for those of torch at some places: it gets each before the arguments."""
+    """Make a function replace torch's functions at `places` in a block; it gets the original before the arguments."""
 
     def decorate(function: Callable[..., Any]) -> Callable[[], AbstractContextManager[None]]:
         @functools.cache
@@ -157,9 +157,9 @@ def instead_of(*places: str) -> Callable[[Callable[..., Any]], Callable[[], Abst
 
 
 def around(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make what runs a function of ours in the place of one of torch's, which it gets before the arguments."""
+    """Return a function named like the original that calls `function` with the original before the arguments."""
 
-    @functools.wraps(original)  # torch looks at names and modules of its own functions
+    @functools.wraps(original)  # torch reads names and modules of its functions
     def run(*arguments: Any, **named: Any) -> Any:
         return function(original, *arguments, **named)
 
@@ -168,7 +168,7 @@ def around(original: Callable[..., Any], function: Callable[..., Any]) -> Callab
 
 @contextmanager
 def replaced(*stand_ins: StandIn) -> Iterator[None]:
-    """Put something in the place of attributes for a while."""
+    """Replace attributes in a block."""
     originals = [getattr(owner, name) for owner, name, _ in stand_ins]
     for owner, name, stand_in in stand_ins:
         setattr(owner, name, stand_in)
@@ -181,7 +181,7 @@ def replaced(*stand_ins: StandIn) -> Iterator[None]:
 
 @contextmanager
 def replaced_entries(table: MutableMapping[Any, Any], stand_ins: Mapping[Any, Any]) -> Iterator[None]:
-    """Put something in the place of entries of a table, or add entries to it, for a while."""
+    """Replace entries of a table, or add entries to it, in a block."""
     originals = {key: table[key] for key in stand_ins if key in table}
     table.update(stand_ins)
     try:

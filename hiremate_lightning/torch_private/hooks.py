@@ -1,7 +1,7 @@
-"""Stand-ins for `nn.Module.__call__`, and for hooks on modules and saved tensors, that leave no trace in a model.
+"""Take over `nn.Module.__call__` by the slot of `nn.Module.compile`, and hide hooks on modules and saved tensors.
 
-The slot that `nn.Module.compile` uses is the only way to take over a call that keeps state_dict, deepcopy and pickle as
-they are. Hooks on what autograd saves give way here, to captured code and to transforms of `torch.func`.
+The slot is the only way to take over a call that keeps state_dict, deepcopy and pickle as they are. Hooks on saved
+tensors are hidden from captured code and from torch.func transforms.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 from .hacks import instead_of
 
 _SAVED: Any = torch._C._autograd
-_SAVING = "hiremate_lightning.measuring.saved_offload"  # whose hooks save memory
+_SAVING = "hiremate_lightning.measuring.saved_offload"  # the module of our saved-tensor hooks
 CALL_SLOT = "_compiled_call_impl"
-CALLERS = 3  # functions between a module's call and what stands in for it, and one more
+CALLERS = 3  # most frames between a module's call and its replacement, plus one
 _CALL = torch.nn.Module._wrapped_call_impl.__code__
 _CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def get_call(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """Return the function that stands in for a module's call, None where there is none."""
+    """Return the function that replaces a module's call, None without one."""
     call: Callable[..., Any] | None = module.__dict__.get(CALL_SLOT)
     return call
 
 
 def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
-    """Replace a module's call by a function, hooks included; None restores the module."""
+    """Replace a module's call, hooks included, by a function; None restores the module's own call."""
     if call is None:
         module.__dict__.pop(CALL_SLOT, None)
     else:
@@ -39,17 +39,17 @@ def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
 
 
 def set_call_of_all(call: Callable[..., Any] | None) -> None:
-    """Set a function that takes the calls of all modules without a slot of their own; None ends that.
+    """Set a function that replaces the calls of all modules without a slot of their own; None removes it.
 
-    The function is given the module first. It is an attribute of the class `Module`, which a module's own slot hides.
+    The function gets the module first. It is an attribute of the class `Module`, which a module's own slot hides.
     """
     torch.nn.Module._compiled_call_impl = call
 
 
 def on_compile_in_place(stand_in: Callable[[torch.nn.Module, Any, Any, Any], Any]) -> Callable[[], None]:
-    """Let a function choose what stands in for the call of a module that is compiled in place (`module.compile()`).
+    """Let `stand_in` choose the function that replaces the call of a module compiled in place (`module.compile()`).
 
-    It gets the module, what stood in before, its compiled call, and the backend. What is returned ends that.
+    It gets the module, its replacement before, its compiled call, and the backend. Calling the result ends this.
     """
     compile_in_place = torch.nn.Module.compile
 
@@ -64,12 +64,12 @@ def on_compile_in_place(stand_in: Callable[[torch.nn.Module, Any, Any, Any], Any
 
 
 def plain_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a module as if nothing stood in for it: hooks, then its forward as found now."""
+    """Call a module as if nothing replaced its call: hooks, then its current forward."""
     return module._call_impl(*args, **kwargs)
 
 
 def called_module() -> torch.nn.Module | None:
-    """Return the module in whose place a function runs that stands in for its call; None where that is not known.
+    """Return the module whose call a function replaces that runs now, read from the frames; None if unknown.
 
     Copies of a module that share what its `__dict__` holds, as learn2learn's clones do, share that function too.
     """
@@ -85,20 +85,20 @@ def called_module() -> torch.nn.Module | None:
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:
-    """Whether functions are called with the gradients of a module, which torch.compile does not capture."""
+    """Whether a module has backward hooks, which torch.compile does not capture."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def kinds_in(module: torch.nn.Module) -> frozenset[str]:
-    """List the kinds of hooks that there are on a module, on its parts, or on all modules."""
+    """Return the kinds of hooks on a module, on its submodules, or on all modules."""
     shared, inner = vars(torch.nn.modules.module), [vars(part) for part in module.modules()]
     return frozenset(kind for kind in _CALLED if shared[f"_global{kind}"] or any(own.get(kind) for own in inner))
 
 
 @contextmanager
 def without_labels(module: torch.nn.Module) -> Iterator[bool]:
-    """Remove hooks below a module that only name it in Lightning's profile and would end graphs; yield if any do."""
-    first = next(module.children(), None)  # the profiler puts them on all modules
+    """Remove hooks of Lightning's profiler below a module in a block: they would break graphs. Yield if any exist."""
+    first = next(module.children(), None)  # the profiler adds them to all modules
     has_labels = first is not None and any(map(_is_label, first._forward_pre_hooks.values()))
     inner = [part for part in module.modules() if part is not module] if has_labels else []
     tables = [table for part in inner for table in (part._forward_pre_hooks, part._forward_hooks)]
@@ -120,7 +120,7 @@ def _is_label(hook: Any) -> bool:
 
 
 def no_saved_tensor_hooks() -> AbstractContextManager[None]:
-    """Hide what runs meanwhile from hooks on saved tensors around it, as torch.utils.checkpoint sets them."""
+    """Hide saved-tensor hooks around a block, for example those of torch.utils.checkpoint, from code in the block."""
     return _without_saved_tensor_hooks(False, lambda hooks: True)
 
 
@@ -140,6 +140,6 @@ def _without_saved_tensor_hooks(ignores_ban: bool, is_hidden: Callable[[Any], bo
 @instead_of("torch.autograd.graph.disable_saved_tensors_hooks")
 @contextmanager
 def giving_way_to_transforms(disable: Callable[[str], Any], error_message: str) -> Iterator[None]:
-    """Remove hooks that save memory while a transform of `torch.func` runs, which refuses all others as ever."""
+    """Remove our saved-tensor hooks while a transform of `torch.func` runs, which refuses all such hooks."""
     with _without_saved_tensor_hooks(True, lambda hooks: hooks[0].__module__ == _SAVING), disable(error_message):
         yield

@@ -1,10 +1,9 @@
-"""Inductor: what it compiles of a small graph, and of functions that their author compiled (see `compiled_by_torch`).
+"""Compile small graphs with Inductor, and functions of `torch.compile` into custom operators (see `compiled_by_torch`).
 
-Inductor is loaded when it is first used: that takes a second, and warns of what PyTorch itself has deprecated.
+Inductor is imported at its first use: that takes a second, and warns of what PyTorch itself has deprecated.
 
-AOTAutograd and Inductor are called as the author's torch.compile calls them: with the same options and the same
-partition into forward and backward. What a function gives is kept apart from what only its backward reads, which may be
-views of the former, or of inputs.
+AOTAutograd and Inductor run with the options and the forward/backward partition of the author's torch.compile. The
+function's outputs are kept apart from tensors saved for its backward, which may be views of outputs or inputs.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ Compiled = Callable[[list[Any]], Sequence[torch.Tensor]]
 log = logging.getLogger("hiremate_lightning")
 
 _OPTIONS = {"fallback_random": True, "triton.cudagraphs": False, "freezing": False}
-ended = weakref.WeakSet[Any]()  # functions that were found to be no single operation
-_kernels: dict[str, UserKernels] = {}  # by name
+ended = weakref.WeakSet[Any]()  # functions that can't be one operator: graphs break at their calls
+_kernels: dict[str, UserKernels] = {}  # by `UserKernels.name`
 _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]  # size, strides, type, device
-_Shown = tuple[tuple[_Layout, bool], ...]  # of inputs, and whether each gets a gradient
+_Shown = tuple[tuple[_Layout, bool], ...]  # each input's layout, and whether it gets a gradient
 
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
-    """Compile a graph of ATen operators that changes none of its inputs, for inputs like these, given in a list."""
+    """Compile a graph of ATen operators without changes in place, for inputs of these layouts, passed in a list."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch._inductor import config
@@ -65,7 +64,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Com
 
 @dataclass(frozen=True, eq=False)
 class KernelCall:
-    """A call of what torch.compile gave an author, as Dynamo captured it, with the settings of autocast around it."""
+    """A captured call of a function that torch.compile returned to its author, with the autocast settings around it."""
 
     function: Any
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
@@ -78,24 +77,24 @@ class KernelCall:
 
 
 def context_of(function: Any) -> Any:
-    """Find what torch.compile was asked for where it made a function: options, and the backend as a callback."""
+    """Return the torch.compile context of a compiled function: its options, and the backend as a callback."""
     names = function.__code__.co_freevars
     return function.__closure__[names.index("self")].cell_contents
 
 
 def function_of(node: fx.Node) -> str:
-    """Find the name of the compiled function whose forward an operation runs, "" where it runs none."""
+    """Return the name of the compiled function whose forward operator a node calls, "" for other nodes."""
     return _kernels[str(node.args[1])].function if node.target is torch.ops.hiremate.run_compiled.default else ""
 
 
 def end_graph_at(function: Any) -> None:
-    """Make Dynamo capture code again, with the graph ended at a function."""
+    """Make Dynamo capture code again, with a graph break at this function."""
     ended.add(function)
     raise TensorifyScalarRestartAnalysis
 
 
 class NotCompiledError(Exception):
-    """A compiled function was traced with inputs for which there are no kernels yet: `compile`, and trace again."""
+    """A compiled function was traced with inputs that no kernels exist for: call `compile`, then trace again."""
 
     def __init__(self, operation: KernelOperation, shown: _Shown) -> None:
         super().__init__(f"{operation.name} is not compiled yet")
@@ -103,10 +102,10 @@ class NotCompiledError(Exception):
 
 
 class KernelOperation:
-    """A call of a compiled function, and what it computes, as one operation of a captured graph.
+    """A call of a compiled function, and the code captured of it, as one operation of a captured graph.
 
     Attributes:
-        calls_modules: Whether modules are called in it, beside the one that calls it.
+        calls_modules: Whether it calls modules other than the caller.
     """
 
     def __init__(self, call: KernelCall, module: fx.GraphModule, calls_modules: bool) -> None:
@@ -116,7 +115,7 @@ class KernelOperation:
         self._compiled: dict[_Shown, UserKernels | None] = {}
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Compute its results, with gradients; raise `NotCompiledError` where a trace needs kernels for new inputs."""
+        """Compute the results, with gradients; raise `NotCompiledError` if a trace needs kernels for new layouts."""
         shown = tuple((layout_of(tensor), torch.is_grad_enabled() and tensor.requires_grad) for tensor in inputs)
         if shown not in self._compiled:
             if any(isinstance(i, (FakeTensor, FunctionalTensor)) for i in inputs):
@@ -125,7 +124,7 @@ class KernelOperation:
             alike = next((known for known in self._compiled if [layout for layout, _ in known] == layouts), None)
             if alike is None:
                 self.compile(shown)
-            shown = alike or shown  # the captured code runs without gradients, to be compared
+            shown = alike or shown  # captured code runs without gradients when it is compared
         kernels = self._compiled[shown]
         if kernels is None:
             results: tuple[torch.Tensor, ...] = self._module(*inputs)
@@ -138,9 +137,10 @@ class KernelOperation:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def compile(self, shown: _Shown) -> None:
-        """Make the kernels for inputs of these shapes, outside of all tracing.
+        """Compile kernels for inputs of these layouts, outside of all tracing.
 
-        Where that fails while Dynamo captures, its graph is to end at the function; later the function is read through.
+        If that fails while Dynamo captures, the graph breaks at the function; later the captured code runs in its
+        place.
         """
         try:
             devices = {device.index or 0 for (*_, device), _ in shown if device.type == "cuda"}
@@ -149,7 +149,7 @@ class KernelOperation:
                 with torch.no_grad():
                     kernels = _try(self._call, shown, made, results)
             self._compiled[shown] = _kernels[kernels.name] = kernels
-        except Exception:  # whatever a compiler may fail with: the function meets it, or not, as it runs by itself
+        except Exception:  # any error of a compiler: the function may raise it again when it runs by itself
             log.debug("%s is no single operation", self.name, exc_info=True)
             if CompileContext.try_get() is not None:
                 end_graph_at(self._call.function)
@@ -163,9 +163,9 @@ def _empty(layout: _Layout) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _View:
-    """Where a tensor that kernels hand on is found, by position among inputs and results of the forward's operator.
+    """The place of a tensor that kernels return: a position among inputs and results of the forward operator.
 
-    Its layout is size, strides, and offset beyond that of what it is found in; None where it is that itself.
+    `layout` is size, strides and offset of a view of the tensor there; None for the tensor itself.
     """
 
     position: int
@@ -180,21 +180,21 @@ class _View:
 
 @dataclass(frozen=True, eq=False)
 class UserKernels:
-    """A compiled function's kernels for inputs of definite shapes.
+    """A compiled function's kernels for inputs of fixed layouts.
 
     Attributes:
-        name: Of the function, and of what it computes.
-        function: Its name in the user's code, with its class.
-        forward: Takes inputs in a list, returns outputs and what the backward reads.
-        backward: Takes what it reads and gradients in a list, returns gradients; None where there is none.
-        results: What the forward's operator returns.
-        returned: Which of what `forward` returns that is, by position.
+        name: The function's name, with a hash of its code and layouts.
+        function: The function's name in the user's code, with its class.
+        forward: Takes the inputs in a list; returns outputs and saved tensors.
+        backward: Takes saved tensors and gradients in a list; returns gradients. None without gradients.
+        results: Layouts of what the forward operator returns.
+        returned: Positions of the results among what `forward` returns.
         outputs: Positions of the function's outputs among the results.
-        differentiable: Which outputs have gradients, by position.
-        saved: Where to find what the backward reads.
-        tangents: Strides of the gradients that the backward reads.
-        gradients: What the backward's operator returns.
-        gradient_of: By input, the position of its gradient among these; None where it has none.
+        differentiable: Positions of the outputs with gradients.
+        saved: The place of each tensor that the backward reads.
+        tangents: Strides of the output gradients that the backward reads.
+        gradients: Layouts of what the backward operator returns.
+        gradient_of: For each input, the position of its gradient in `gradients`; None without one.
     """
 
     name: str
@@ -211,7 +211,7 @@ class UserKernels:
     gradient_of: tuple[int | None, ...]
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the forward."""
+        """Return the results of the forward operator."""
         given = self.forward(list(inputs))
         return [given[position] for position in self.returned]
 
@@ -221,7 +221,7 @@ class UserKernels:
         return list(dict.fromkeys(view.position for view in self.saved))
 
     def run_backward(self, kept: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the backward."""
+        """Return the gradients of the backward operator, each on a storage of its own."""
         assert self.backward is not None, "what has gradients has a backward"
         there = dict(zip(self.kept, kept, strict=True))
         arguments = [view.of(there[view.position]) for view in self.saved]
@@ -237,7 +237,7 @@ class UserKernels:
 
 
 class _Differentiated(torch.autograd.Function):
-    """Runs kernels by operators, so that a trace sees one for the forward and one for the backward."""
+    """Runs kernels as custom operators: a trace sees one operator for the forward and one for the backward."""
 
     @staticmethod
     def forward(ctx: Any, kernels: UserKernels, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -278,9 +278,9 @@ torch.library.register_fake(
 
 
 def _compile(call: KernelCall, module: fx.GraphModule, shown: _Shown) -> tuple[list[tuple[fx.GraphModule, Any]], Any]:
-    """Compile a forward, and a backward where there is one; return them, and what AOTAutograd knows of the results.
+    """Compile a forward, and a backward if an input has a gradient; return both and AOTAutograd's output records.
 
-    What it does more for than call kernels is refused: writes to arguments, views, other effects.
+    Raise `NotShownError` if more than the kernels has to run: writes to arguments, views as outputs, other effects.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -316,7 +316,7 @@ def _compile(call: KernelCall, module: fx.GraphModule, shown: _Shown) -> tuple[l
 
 
 def _try(call: KernelCall, shown: _Shown, made: list[tuple[fx.GraphModule, Any]], results: Any) -> UserKernels:
-    """Run the kernels on made-up inputs, to see how what they hand on lies in memory."""
+    """Run the kernels on zeros, to read the layouts of their outputs and which of these are views."""
     inputs = [_empty(layout).zero_() for layout, _ in shown]
     (_, forward), *backwards = made
     given = list(forward(list(inputs)))
@@ -350,7 +350,7 @@ def _try(call: KernelCall, shown: _Shown, made: list[tuple[fx.GraphModule, Any]]
 
 
 def _find(inputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[tuple[_View, ...], tuple[int, ...]]:
-    """Find where tensors that kernels hand on lie, and which of them are the first in memory of their own."""
+    """Return the place of each kernel output, and the positions of the first output on each new storage."""
     sources = {tensor_state.storage_id(tensor): (at, tensor) for at, tensor in enumerate(inputs)}
     views, returned = list[_View](), list[int]()
     for at, tensor in enumerate(given):

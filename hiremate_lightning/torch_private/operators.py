@@ -1,8 +1,8 @@
-"""Operators: how to call one in the least time, whether it draws random numbers, and whether Python code computes it.
+"""Read operators' schemas and registrations: the fastest way to call one, its draws and writes, and Python kernels.
 
-PyTorch has two ways to call an operator: by its schema, as captured graphs do, and by the functions that users call,
-which read their arguments half a microsecond to two microseconds faster. Which of these do the same is not assumed but
-seen, once for each form of a call. `test_operators.py` fails loudly when a name moves.
+PyTorch calls an operator by its schema, as captured graphs do, or by the functions that users call, which parse their
+arguments half a microsecond to two microseconds faster. Whether a function does the same is tested, once for each form
+of a call. `test_operators.py` fails loudly when a name moves.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import aot, tensor_state
 
-_NO_KERNELS = ("Meta", "Autograd")  # what these dispatch keys run computes no numbers
-_known: dict[Any, Any] = {}  # by form of a call: what to call, None for the schema's own
+_NO_KERNELS = ("Meta", "Autograd")  # kernels of these dispatch keys compute no values
+_known: dict[Any, Any] = {}  # by form of a call: the function to call, None for the schema's
 
 
 def shortest(node: fx.Node) -> Any:
-    """Return the function that does what a node calls, and takes its arguments, in the least time."""
+    """Return the fastest function that does the same as a node's operator, with the same arguments."""
     target: Any = node.target
     if type(target) is not aot.OpOverload:
         return target
@@ -41,13 +41,13 @@ def _form(node: fx.Node) -> tuple[Any, ...]:
 
 
 def schema_call(target: aot.OpOverload) -> Callable[..., Any]:
-    """Return what an operator's call goes on to."""
+    """Return the function that an operator's call goes on to."""
     call: Callable[..., Any] = target._op
     return call
 
 
 def _kind(argument: Any) -> Any:
-    """Describe an argument as far as functions tell calls apart by it."""
+    """Describe an argument by what functions of torch distinguish overloads by."""
     if isinstance(argument, fx.Node):
         value = argument.meta.get("val")
         return ("tensor", value.dim()) if isinstance(value, torch.Tensor) else type(value)
@@ -64,24 +64,24 @@ def _does_the_same(function: Callable[..., Any], node: fx.Node) -> bool:
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), made.__getitem__)
     expected, called = _first_call(node.target, args, kwargs), _first_call(function, args, kwargs)
     target: Any = node.target
-    has_one_form = len(target.overloadpacket.overloads()) == 1  # what is called may be one that it is made of
+    has_one_form = len(target.overloadpacket.overloads()) == 1  # a composite operator calls another first
     is_sure = called is not None and (called[0] is target or has_one_form)
     return is_sure and _are_equal(called, expected)
 
 
 class _FirstCall(TorchDispatchMode):
-    """Ends a computation where it calls its first operator."""
+    """Stops a computation at its first operator, by raising `_Called`."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise _Called(function, args, kwargs or {})
 
 
-class _Called(Exception):  # noqa: N818  no error: how a computation is left
-    """Carries an operator and its arguments."""
+class _Called(Exception):  # noqa: N818  not an error: it stops a computation
+    """Carries the operator and its arguments."""
 
 
 def _first_call(function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-    """Return the first operator that a function calls, with its arguments; None where it refuses its own."""
+    """Return the first operator that a function calls, with its arguments; None if the function rejects its own."""
     try:
         with tensor_state.real_mode(), torch.no_grad(), _FirstCall():  # type: ignore[no-untyped-call]
             function(*args, **kwargs)
@@ -103,7 +103,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def draws(function: Any) -> bool:
-    """Whether a function of torch, or a method of this name, draws random numbers."""
+    """Whether a torch function, or a tensor method of this name, draws random numbers."""
     name = function if isinstance(function, str) else getattr(function, "__name__", "")
     operator = getattr(torch.ops.aten, name, None)
     overloads = operator.overloads() if operator is not None else ()
@@ -111,19 +111,19 @@ def draws(function: Any) -> bool:
 
 
 def name_of(operator: Any) -> str:
-    """Return the name of an operator, as "library::name"; nothing for a kernel that is no operator."""
+    """Return an operator's name, as "library::name"; "" for a kernel that is no operator."""
     return str(operator._schema.name) if isinstance(operator, aot.OpOverload) else ""
 
 
 @functools.cache
 def written_arguments(operator: aot.OpOverload) -> tuple[tuple[int, str], ...]:
-    """List the arguments that an operator writes to, by its schema: each by its position and its name."""
+    """Return the position and the name of each argument that an operator writes to, by its schema."""
     arguments = enumerate(operator._schema.arguments)
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def has_python_code(operator: Any) -> bool:
-    """Whether Python code computes an operator: that of `torch.library.custom_op`, or of `torch.library.impl`."""
+    """Whether an operator is implemented in Python, by `torch.library.custom_op` or `torch.library.impl`."""
     name = name_of(operator)
     keys = [key.split("/") for key in _impls if name]
     own = [dispatch for library, op, dispatch in keys if f"{library}::{op.partition('.')[0]}" == name]

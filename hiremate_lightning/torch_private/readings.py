@@ -1,8 +1,8 @@
-"""Patches of how Dynamo traces code (its variable trackers), where that differs from what eager PyTorch runs.
+"""Patch Dynamo's variable trackers where they trace code differently from what eager PyTorch runs.
 
-Code that asks whether it is compiled hears no, as in plain PyTorch: it may compute something else then. torch, this
-package and a few files of others ask only to be traceable: they get Dynamo's answer, yes. So does what its author
-compiled, as in plain PyTorch. Some code also asks whether it is captured in a CUDA graph. Planned code never is.
+Code that asks whether it is compiled gets False, as in eager PyTorch, since it may compute something else otherwise.
+torch, this package and a few files of others ask only in order to be traceable: they get Dynamo's answer, True. So does
+code that its author compiled. Code that asks whether a CUDA graph captures it gets False: planned code never is.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .operators import draws
 
 log = logging.getLogger("hiremate_lightning")
 
-# Functions of NumPy that round nothing, or as IEEE 754 says. A product is taken for one of sizes.
+# Functions of NumPy that do not round, or round as IEEE 754 says. `prod` is assumed to multiply sizes.
 EXACT = frozenset(
     """
     abs absolute add all amax amin any arange argmax argmin array asarray ascontiguousarray astype atleast_1d ceil clip
@@ -49,13 +49,13 @@ EXACT = frozenset(
     """.split()  # noqa: SIM905 - a word a line is sixty lines
 )
 _ROUNDS = "NumPy may round otherwise than torch in its place"
-_CONVERTS = 3  # of the flags of a value in a string: by !s, !r or !a
+_CONVERTS = 3  # bits of a formatted value's flags: !s, !r or !a
 _NAMES = ("__module__", "__name__", "__qualname__")
 _VARIABLES = "torch._dynamo.variables"
 
 
 def end_graph(title: str, explanation: str) -> None:
-    """End Dynamo's graph at what it reads now."""
+    """Break Dynamo's graph at the instruction that it traces now."""
     unimplemented(gb_type=title, context="", explanation=explanation, hints=[])
 
 
@@ -64,7 +64,7 @@ def end_graph(title: str, explanation: str) -> None:
 
 @instead_of(f"{_VARIABLES}.misc.LoggingLoggerVariable.call_method")
 def messages(read: Any, variable: Any, tracer: Any, name: str, values: list[Any], named: dict[str, Any]) -> Any:
-    """Log at capture what is logged once, and drop what the logger does not show; else graphs end at these."""
+    """Log `*_once` messages at capture, and drop messages that the logger does not show; else they break graphs."""
     level = getattr(logging, name.upper(), None)
     is_constant = all(value.is_python_constant() for value in (*values, *named.values()))
     if name.endswith("_once") and is_constant:
@@ -77,7 +77,7 @@ def messages(read: Any, variable: Any, tracer: Any, name: str, values: list[Any]
 
 @instead_of(f"{_VARIABLES}.misc.RandomVariable.call_method")
 def generators(read: Any, variable: Any, tracer: Any, *arguments: Any) -> Any:
-    """End a graph where a generator is asked that lives longer than the call: it would draw what it drew at capture."""
+    """Break the graph at a generator that outlives the call: in captured code it would repeat its draws."""
     if variable.source is not None:
         explanation = "it draws outside of captured graphs, as it goes on from call to call"
         end_graph("A generator of random numbers that outlives the call", explanation)
@@ -86,10 +86,10 @@ def generators(read: Any, variable: Any, tracer: Any, *arguments: Any) -> Any:
 
 @instead_of(f"{_VARIABLES}.higher_order_ops.CheckpointHigherOrderVariable._call_function")
 def checkpoints(read: Any, variable: Any, tracer: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
-    """Compute without gradients what the reentrant variant of checkpoint gives none; Dynamo takes it for the other one.
+    """Run reentrant checkpoint without gradients if no argument has one; Dynamo traces it as the non-reentrant variant.
 
-    That variant is an autograd function: it has a gradient only where a tensor among its own arguments has one.
-    Without this such calls get gradients that eager PyTorch does not give.
+    Reentrant checkpoint is an autograd function: its result has a gradient only if a tensor among its own arguments has
+    one. Without this patch such calls get gradients that eager PyTorch does not compute.
     """
     is_reentrant = "use_reentrant" not in named or named["use_reentrant"].as_python_constant() in (True, None)
     values = [a.realize() for a in arguments[1:]]
@@ -108,7 +108,7 @@ def _without_gradients(function: Callable[..., Any], *arguments: Any) -> Any:
 
 @instead_of("torch._dynamo._trace_wrapped_higher_order_op.autograd_function_backward_rewritten")
 def backwards(_: Any, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make gradients contiguous before a backward, as Dynamo does; where some are None, it runs uncaptured else."""
+    """Make gradients contiguous before a backward, as Dynamo does, but accept None; else such code runs uncaptured."""
 
     def run(ctx: Any, *gradients: Any) -> Any:
         return backward(ctx, *[g if g is None else g.contiguous() for g in gradients])
@@ -118,16 +118,16 @@ def backwards(_: Any, backward: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def gradients_from_before() -> Iterator[None]:
-    """End graphs, for a while, where a gradient must go through what was computed before the captured code.
+    """Break graphs, in a block, where a gradient must go through tensors computed before the captured code.
 
-    Without it such a gradient lacks those parts, in silence, where arguments are passed by keyword, or one was computed
-    of another.
+    Without it such a gradient silently lacks terms if arguments are passed by keyword, or if one tensor was computed
+    from another.
     """
     handlers = TorchInGraphFunctionVariable._get_handlers()
-    read = handlers.get(torch.autograd.grad)  # None before 2.13, where it ends graphs
+    read = handlers.get(torch.autograd.grad)  # None before 2.13, where Dynamo breaks graphs at it
 
     def read_whole(variable: Any, tracer: Any, *arguments: Any, **named: Any) -> Any:
-        for name in ("outputs", "inputs")[len(arguments) :]:  # by position, where Dynamo looks for what came before
+        for name in ("outputs", "inputs")[len(arguments) :]:  # by position: Dynamo checks these only
             if name in named:
                 arguments = (*arguments, named.pop(name))
         inputs = arguments[1:2]
@@ -149,7 +149,7 @@ def gradients_from_before() -> Iterator[None]:
 
 
 def call_cached(inline: Callable[..., Any], variable: Any, tracer: Any, *arguments: Any) -> Any:
-    """Read through a function whose results are cached, unless it draws or changes something: it would in each step."""
+    """Inline a function with cached results; break the graph if it draws or changes something, as each step would."""
     changes, before = _changes(tracer), set(tracer.output.graph.nodes)
     result = inline(variable, tracer, *arguments)
     added = [node for node in tracer.output.graph.nodes if node not in before]
@@ -161,7 +161,7 @@ def call_cached(inline: Callable[..., Any], variable: Any, tracer: Any, *argumen
 
 
 def _changes(tracer: Any) -> tuple[int, int]:
-    """Count what captured code changed, and what it drew of Python's own random numbers."""
+    """Count the objects that captured code changed, and its draws of Python's own random numbers."""
     effects = tracer.output.side_effects
     existing = (v for v in effects.id_to_variable.values() if v.source is not None)
     return sum(map(effects.is_modified, existing)), len(tracer.output.random_calls)
@@ -169,7 +169,7 @@ def _changes(tracer: Any) -> tuple[int, int]:
 
 @instead_of(f"{_VARIABLES}.misc.NumpyVariable.call_function")
 def functions_of_numpy(read: Any, variable: Any, *arguments: Any) -> Any:
-    """End a graph at a function of NumPy that torch would round otherwise."""
+    """Break the graph at a function of NumPy that torch would round differently."""
     name = getattr(variable.value, "__name__", "")
     if not isinstance(variable.value, type) and name not in EXACT:
         end_graph(f"numpy.{name} runs as it is", _ROUNDS)
@@ -178,7 +178,7 @@ def functions_of_numpy(read: Any, variable: Any, *arguments: Any) -> Any:
 
 @instead_of(f"{_VARIABLES}.tensor.NumpyNdarrayVariable.call_method")
 def methods_of_arrays(read: Any, variable: Any, tracer: Any, name: str, *arguments: Any) -> Any:
-    """End a graph at a method of an array that torch would round otherwise."""
+    """Break the graph at a method of an array that torch would round differently."""
     if not name.startswith("__") and name not in EXACT:
         end_graph(f"ndarray.{name} runs as it is", _ROUNDS)
     return read(variable, tracer, name, *arguments)
@@ -186,7 +186,7 @@ def methods_of_arrays(read: Any, variable: Any, tracer: Any, name: str, *argumen
 
 @instead_of("torch._dynamo.guards.GuardBuilder.SEQUENCE_LENGTH")
 def lengths(guard_length: Any, builder: Any, guard: Any) -> None:
-    """Guard on how many items a tuple holds, whatever its `__len__` says; else code is captured in each call."""
+    """Guard the number of items of a tuple, whatever its `__len__` returns; else each call captures the code again."""
     value = builder.get(guard)
     if not isinstance(value, tuple) or type(value).__len__ is tuple.__len__:
         guard_length(builder, guard)
@@ -199,11 +199,11 @@ def lengths(guard_length: Any, builder: Any, guard: Any) -> None:
 
 @instead_of("torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function")
 def copied_results(call: Callable[..., Any], function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """Capture a call with an `out=` that is not contiguous, where Dynamo ends its graph.
+    """Capture a call with a non-contiguous `out=`, at which Dynamo breaks the graph.
 
-    AOTAutograd traces the call as a result that is copied. The graph itself makes the call as the user wrote it, so
-    that a proof sees where the copy has other numbers. Calls that draw random numbers or need gradients are left to
-    Dynamo: the first draw others without `out=`, the second are errors.
+    AOTAutograd traces the call without `out=`, and then a copy. The captured graph makes the call as the user wrote it,
+    so that a proof sees whether the copy has other numbers. Dynamo handles calls that draw random numbers or need
+    gradients: the first draw other numbers without `out=`, the second are errors.
     """
     out = kwargs.get("out")
     if out is None or not out.is_tensor() or draws(function.value):
@@ -217,7 +217,7 @@ def copied_results(call: Callable[..., Any], function: Any, tx: Any, args: Any, 
 
 
 def _is_result_like(out: Any, mode: FakeTensorMode, function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call gives a tensor that a stand-in which is not contiguous takes as it is, with no gradients."""
+    """Whether a call returns a tensor that a non-contiguous `out` can hold unchanged; neither may need gradients."""
     if not isinstance(out, torch.Tensor) or out.is_contiguous():
         return False
     values = fx.node.map_aggregate(
@@ -226,7 +226,7 @@ def _is_result_like(out: Any, mode: FakeTensorMode, function: Any, args: Any, kw
     try:
         with mode:
             result = function(*values[0], **values[1])
-    except Exception as error:  # whatever the call may raise: Dynamo will raise it again
+    except Exception as error:  # any error of the call: Dynamo raises it again
         log.debug("A call with out= can not be traced without it: %s", error)
         return False
     if not isinstance(result, torch.Tensor) or result.requires_grad or out.requires_grad:
@@ -236,7 +236,7 @@ def _is_result_like(out: Any, mode: FakeTensorMode, function: Any, args: Any, kw
 
 @functools.cache
 def _writing(function: Any) -> Any:
-    """Return a function that calls another one with `out=`; where it is traced, its result is copied."""
+    """Return a function that calls another one with `out=`; on fake tensors it copies the result instead."""
 
     def write(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if is_fake(out):
@@ -248,11 +248,11 @@ def _writing(function: Any) -> Any:
 
 @instead_of("torch._dynamo.output_graph.OutputGraph.remove_tensorify_specialized_graphargs")
 def unread_numbers(drop: Callable[[Any], None], output: Any) -> None:
-    """Drop the inputs whose numbers are guarded and that nothing reads, but none of the operations that change them.
+    """Drop specialised number inputs that nothing reads, but keep the operations that change them in place.
 
-    Dynamo tells both by the number that a tensor is known to hold. An operation in place returns its input, so it has
-    that number too, and is unread as a rule. Without this a counter in double precision stays as it is: the proof sees
-    that, and the code runs eager.
+    Dynamo finds what to drop by the number that a tensor is known to hold. An operation in place returns its input, so
+    its result has that number too, and is usually unread. Without this patch a float64 counter keeps its value: the
+    proof sees that, and the code runs eager.
     """
     shown = [(node, node.meta) for node in output.graph.nodes if node.op != "placeholder"]
     for node, _ in shown:
@@ -269,17 +269,17 @@ def unread_numbers(drop: Callable[[Any], None], output: Any) -> None:
 
 @instead_of("torch._dynamo.symbolic_convert.InstructionTranslatorBase._format_value")
 def written_numbers(format_value: Any, translator: Any, specification: Any, flags: int) -> None:
-    """Write a number into a string as it is now, which is guarded; Dynamo would forget its format.
+    """Format a symbolic number into a string as its guarded value; Dynamo would lose its format.
 
-    A string that shows a tensor before it is put together as the code runs. So is the number then: the messages of
-    checks, which transformers writes at each call, are dropped, and their code serves all sizes.
+    A string that already shows a tensor is formatted when the code runs, and the number with it: then messages of
+    checks, which transformers formats in each call, are dropped as unread, and their code serves all sizes.
     """
     number = translator.stack[-1]
     if isinstance(number, SymNodeVariable):
         translator.pop()
         parts = reversed(translator.stack)
         before = next((p for p in parts if not (isinstance(p, ConstantVariable) and isinstance(p.value, str))), None)
-        if isinstance(before, misc.StringFormatVariable) and not flags & _CONVERTS:  # it shows a tensor
+        if isinstance(before, misc.StringFormatVariable) and not flags & _CONVERTS:  # formatted at run time
             form = f"{{:{specification.as_python_constant()}}}"
             translator.push(misc.StringFormatVariable(form, [number], {}))
             return
@@ -289,7 +289,7 @@ def written_numbers(format_value: Any, translator: Any, specification: Any, flag
 
 @functools.cache
 def _range_to_a_size() -> Any:
-    """Make the class of a range in steps to a size that varies: its items are those of a range to a number."""
+    """Return the class of a stepped range to a symbolic size: its items are those of a range to a number."""
 
     class RangeToASize(variables.RangeVariable):
         def __init__(self, items: list[VariableTracker], size: VariableTracker | None = None, **kwargs: Any) -> None:
@@ -313,7 +313,7 @@ def _range_to_a_size() -> Any:
 
 @instead_of(f"{_VARIABLES}.BuiltinVariable.call_function")
 def ranges(call: Any, variable: Any, tracer: Any, arguments: list[VariableTracker], named: Any) -> Any:
-    """Guard on how many steps a range takes to a size, where Dynamo would guard on the size: blocks of tokens, say."""
+    """Guard the number of steps of a range to a symbolic size (blocks of tokens); Dynamo would guard the size."""
     if variable.fn is range and len(arguments) == 3:
         start, size, step = (argument.realize() for argument in arguments)
         if isinstance(size, SymNodeVariable) and start.is_python_constant() and step.is_python_constant():
@@ -327,7 +327,7 @@ def ranges(call: Any, variable: Any, tracer: Any, arguments: list[VariableTracke
 
 @instead_of(f"{_VARIABLES}.builtin.GetAttrBuiltinVariable.call_function")
 def names(read: Any, variable: Any, tracer: Any, arguments: list[Any], named: Any) -> Any:
-    """Read the names of classes and functions of torch and of their modules, where 2.13 ends graphs (peft's DoRA)."""
+    """Read `__name__` and the like of torch's functions and classes, at which 2.13 breaks graphs (peft's DoRA)."""
     asked, name, *others = arguments
     is_of_torch = isinstance(asked, TorchInGraphFunctionVariable)
     if is_of_torch and not others and name.is_python_constant():
@@ -352,7 +352,7 @@ _OF_CUDA_GRAPHS = tuple(
     for module in (torch.cuda, torch.xpu)
     if hasattr(module, "is_current_stream_capturing")
 )
-# Files of other packages that ask in order to be traceable, and compute the same either way.
+# Files of other packages that ask only to be traceable, and compute the same with either answer.
 SAME_EITHER_WAY = (str(Path("transformers", "utils", "output_capturing.py")),)
 _TOOLS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
@@ -371,7 +371,7 @@ def _file_of(tracer: Any) -> str:
 
 
 def _answer(question: Any, tracer: Any, *arguments: Any, **named: Any) -> Any:
-    """Answer no, except to code that asks in order to be traceable."""
+    """Return False, or Dynamo's answer to code that asks only in order to be traceable."""
     if question.value in _of_dynamo and (
         is_of_tools(_file_of(tracer)) or _file_of(tracer.parent).endswith(SAME_EITHER_WAY)
     ):
@@ -381,19 +381,19 @@ def _answer(question: Any, tracer: Any, *arguments: Any, **named: Any) -> Any:
 
 @contextmanager
 def as_in_eager() -> Iterator[None]:
-    """Answer captured code as plain PyTorch does, for a while."""
-    rules = dict.fromkeys(_OF_CUDA_GRAPHS, TorchInGraphFunctionVariable)  # some of these are unknown to Dynamo
+    """Answer captured code as eager PyTorch does, in a block, if it asks whether it is compiled."""
+    rules = dict.fromkeys(_OF_CUDA_GRAPHS, TorchInGraphFunctionVariable)  # Dynamo does not know some of these
     answers = dict.fromkeys((*_QUESTIONS, *_OF_CUDA_GRAPHS), _answer)
     with replaced_entries(get_torch_obj_rule_map(), rules), replaced_entries(_handlers, answers):
         yield
 
 
 def as_compiled() -> AbstractContextManager[None]:
-    """Answer captured code as Dynamo does, for a while."""
+    """Answer captured code as Dynamo does, in a block, if it asks whether it is compiled."""
     return replaced_entries(_handlers, _of_dynamo)
 
 
 def no_session() -> AbstractContextManager[None]:
-    """Answer code that runs while torch compiles as plain PyTorch does: functions that users put into graphs unread."""
+    """Answer as eager PyTorch to code that runs while torch compiles: functions that users put into graphs untraced."""
     is_told = hasattr(torch.compiler, "_compile_session_context")
     return replaced((torch.compiler, "_compile_session_context", nullcontext)) if is_told else nullcontext()

@@ -1,7 +1,7 @@
-"""What devices, allocators and process groups have and do not show; and the host allocator's events.
+"""Read private state of devices, allocators and process groups, and record the allocation events of the host.
 
-Events are recorded by the older of torch's two profilers: the newer one writes into freed memory where it stops inside
-an operation that began while it ran. Names of operators are not recorded: they would be ten of sixteen events.
+The recorder is torch's older profiler: the newer one writes into freed memory if it stops inside of an operation that
+began while it ran. Operator names are not recorded: they would be ten of sixteen events.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch._C._autograd import _enable_record_function
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig, _RecordFunctionFast
 from torch.autograd import profiler
 
-MARK = "hiremate:"  # begins the names of marks among those of operators
-# Ends a recording, and makes no Python objects of its events: that takes longer than recording them.
+MARK = "hiremate:"  # prefix of a mark's name, to tell it from an operator's
+# Ends a recording without making Python objects of its events, which takes longer than recording them.
 _UNREAD: Any = torch._C._autograd._ProfilerDisableOptions(True, False)  # type: ignore[attr-defined]
 profiler_is_running: Callable[[], bool] = torch.autograd._profiler_enabled  # any of torch's, in this thread
-_ERROR = 2  # of the levels at which torch's C++ code logs
-_levels: list[int] = []  # those that were set before events were recorded
-_giving_way: dict[int, Callable[[], None]] = {}  # by thread that is recorded
+_ERROR = 2  # the level ERROR of torch's C++ log
+_levels: list[int] = []  # C++ log levels to restore at the end of recordings
+_giving_way: dict[int, Callable[[], None]] = {}  # by recorded thread: the function that ends its recording
 
 
 def keep_busy(milliseconds: float = 0.5) -> None:
-    """Make the current CUDA device wait about so long, in which the host can launch what follows."""
+    """Keep the current CUDA device busy for about this long, while the host launches the kernels that follow."""
     torch.cuda._sleep(int(2_000_000 * milliseconds))  # clock cycles
 
 
@@ -40,7 +40,7 @@ def empty_host_cache() -> None:
 
 
 def has_expandable_segments() -> bool:
-    """Whether CUDA's caching allocator grows its segments in place, by the environment or by a call."""
+    """Whether CUDA's caching allocator uses expandable segments, set by the environment or by a call."""
     if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # torch 2.11
         return bool(torch._C._cuda_memorySnapshot(None)["allocator_settings"]["expandable_segments"])
     settings = str(torch._C._accelerator_getAllocatorSettings()).replace(" ", "")
@@ -48,7 +48,7 @@ def has_expandable_segments() -> bool:
 
 
 def process_group_store() -> tuple[Any, int, int] | None:
-    """Return the process group's key-value store, this process's rank and their number; None outside of a group."""
+    """Return the process group's key-value store, this process's rank and the world size; None for a single process."""
     group = torch.distributed
     if not group.is_available() or not group.is_initialized() or group.get_world_size() == 1:
         return None
@@ -60,11 +60,11 @@ def process_group_store() -> tuple[Any, int, int] | None:
 
 
 def start_recording(give_way: Callable[[], None]) -> None:
-    """Begin to record; when another profiler begins in this thread meanwhile, `give_way` has to end the recording."""
+    """Begin a recording; `give_way` must end it, and is called before another profiler begins in this thread."""
     _watch_others()
     _giving_way[threading.get_ident()] = give_way
     level = _log_level()
-    if level is not None:  # else it warns of every thousandth tensor that is freed now and was allocated before
+    if level is not None:  # otherwise it warns of every thousandth freed tensor that was allocated before
         _levels.append(level.value)
         level.value = max(level.value, _ERROR)
     config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
@@ -73,7 +73,7 @@ def start_recording(give_way: Callable[[], None]) -> None:
 
 
 def mark(name: str) -> None:
-    """Put a name among the events; code that is being traced does not get it, as it gets `record_function`."""
+    """Record a name among the events; traced code does not capture the mark, as it captures `record_function`."""
     _enable_record_function(True)
     with _RecordFunctionFast(MARK + name):
         pass
@@ -81,7 +81,7 @@ def mark(name: str) -> None:
 
 
 def stop_recording() -> list[tuple[str, int]]:
-    """Return the events in order: ("", bytes) where memory is allocated or released (below 0), (name, 0) at marks."""
+    """Return the events in order: ("", bytes) for an allocation, below 0 for a release, and (name, 0) for a mark."""
     events: list[tuple[Any, str, int]] = []
     for thread in _end():
         for event in thread:
@@ -97,12 +97,12 @@ def stop_recording() -> list[tuple[str, int]]:
 
 
 def drop_recording() -> None:
-    """End the recording, and look at nothing that was recorded."""
+    """End the recording, and discard its events."""
     _end(_UNREAD)
 
 
 def _end(*options: Any) -> list[list[Any]]:
-    """End the recording, and return the events of each thread as PyTorch has them."""
+    """End the recording, and return PyTorch's events of each thread."""
     _giving_way.pop(threading.get_ident(), None)
     _enable_record_function(True)
     threads: list[list[Any]] = torch.autograd._disable_profiler_legacy(*options)
@@ -114,7 +114,7 @@ def _end(*options: Any) -> list[list[Any]]:
 
 @functools.cache
 def _watch_others() -> None:
-    """Make torch's newer profilers stop our recorder of their thread before they begin: there can be one."""
+    """Make torch's newer profilers end our recording of their thread before they begin: there can be only one."""
     enable = profiler._enable_profiler
 
     @functools.wraps(enable)
@@ -129,7 +129,7 @@ def _watch_others() -> None:
 
 @functools.cache
 def _log_level() -> ctypes.c_int | None:
-    """Find the least level that torch's C++ code logs; None in builds that don't show it."""
+    """Return the lowest level that torch's C++ code logs, which can be set; None if the build does not export it."""
     name = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))

@@ -1,1 +1,1 @@
-"""Modules that repeat are captured once, and copied."""
+"""Make Dynamo trace modules that repeat once, and copy the trace for the others."""

@@ -1,8 +1,8 @@
-"""Guards of one module's trace, checked on another module: whether Dynamo would read the same of that one.
+"""Check Dynamo's guards of one module's trace on another module: whether Dynamo would trace the same for it.
 
-Dynamo guards all that it reads. So a trace holds for another module too where all guards on the one and on what it
-reaches hold for the other, and are guarded there as well. A guard knows a value by its source, as in
-`L['self'].layers[0].norm.eps`; the same of another module has the source that begins with that module's.
+Dynamo guards all that it reads. So a trace holds for another module if all guards on the first module, and on what it
+reaches, hold for the other one and are installed for it as well. A guard names its value by a source, as in
+`L['self'].layers[0].norm.eps`; in the other module the source begins with that module's source.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from torch._guards import ChainedSource, Guard, Source
 
 from ..facts import CODE, VALUES, NotShownError, expect, facts_of, is_plain
 
-_UNGUARDED = (inspect.Signature, inspect.Parameter)  # Dynamo takes these for what never changes
+_UNGUARDED = (inspect.Signature, inspect.Parameter)  # Dynamo assumes that these never change
 _HOOKS = tuple(name for name in vars(torch.nn.Module()) if name.endswith("_hooks"))
-_OF_INPUTS = "_dynamo_static_input_type"  # which Dynamo marks parameters with that it takes for inputs
+_OF_INPUTS = "_dynamo_static_input_type"  # Dynamo's mark of parameters that become inputs
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 
 
 def unwrapped(source: Source) -> Source:
-    """Return a source without the marks of modules around it; these name the same value."""
+    """Return a source without the module marks around it, which name the same value."""
     while isinstance(source, NNModuleSource):
         source = source.base
     return source
 
 
 class Read:
-    """What Dynamo has read of a module by the end of a traced call: its guards, and the tables whose order counts."""
+    """What Dynamo read of a module during a traced call: its guards, aliases, and tables that are guarded in order."""
 
     def __init__(self, output: Any, source: Source, aliases: Sequence[tuple[Source, Source]]) -> None:
         self.root = unwrapped(source)
@@ -46,7 +46,7 @@ class Read:
         self.in_order = tuple(source for source in output.guard_on_key_order if self.has(source))
 
     def has(self, source: Source) -> bool:
-        """Whether a value was reached through the module."""
+        """Whether a source goes through the module; raise `NotShownError` if the module only helps to find it."""
         if source not in self._within:
             inner = [value for value in vars(source).values() if isinstance(value, Source)]
             is_further = isinstance(source, ChainedSource) and self.has(source.base)
@@ -56,13 +56,13 @@ class Read:
 
 
 class Likeness:
-    """One module compared with another one, by what Dynamo read of the one.
+    """Compare a traced module with another one, by what Dynamo read of the first.
 
     Attributes:
-        guards: What has to be guarded where the trace of the one stands for the other.
+        guards: Guards that the other module needs if the trace is copied for it.
 
     Raises:
-        NotShownError: The trace of the one does not hold for the other.
+        NotShownError: The trace does not hold for the other module.
     """
 
     def __init__(self, output: Any, read: Read, other: Source) -> None:
@@ -73,8 +73,8 @@ class Likeness:
         self._shared: dict[Source, Source | None] = {}
         self._guarded_as_shared: set[Source] = set()
         self._compared: set[Source] = set()
-        self._by_one: dict[int, tuple[Any, Any]] = {}  # of what was compared, by the identity of the one
-        self._by_other: dict[int, tuple[Any, Any]] = {}  # and of the other
+        self._by_one: dict[int, tuple[Any, Any]] = {}  # compared pairs, by identity of the first module's value
+        self._by_other: dict[int, tuple[Any, Any]] = {}  # and by identity of the other's
         self.guards: list[Guard] = []
         self._compare(read.root)
         for guard in read.guards:
@@ -83,7 +83,7 @@ class Likeness:
             self._compare_alias(again, first)
 
     def _compare_alias(self, again: Source, first: Source) -> None:
-        """Expect that what the one module has from elsewhere too, or twice, is the same of the other module."""
+        """Expect two sources of one object in the first module to name one object in the other module, too."""
         known = [self.value_of(self._source_in_other(source)) for source in (again, first)]
         expect(known[0] is known[1], f"{again.name} is {first.name}")
 
@@ -91,7 +91,7 @@ class Likeness:
         return self.other_of(source) if self._read.has(source) else source
 
     def other_of(self, source: Source) -> Source:
-        """Return where a value comes from in the other module, by where it comes from in the one."""
+        """Return the other module's source for a source of the first module."""
         if source not in self._others:
             expect(isinstance(source, ChainedSource), f"{source.name} is not of the module")
             changed = {
@@ -103,14 +103,14 @@ class Likeness:
         return self._others[source]
 
     def value_of(self, source: Source) -> Any:
-        """Return the value that a source names."""
+        """Return the value that a source names; raise `NotShownError` if there is none."""
         try:
             return source.get_value(self._scope, {}, self._values)
-        except Exception as error:  # a source is code, which may read anything
+        except Exception as error:  # to evaluate a source runs code of users
             raise NotShownError(f"{source.name} is not there") from error
 
     def _shared_at(self, source: Source) -> Source | None:
-        """Return where on the way to a value both modules have one object, which Dynamo knows, or one class."""
+        """Return the first source on the way to a value where both modules have one object that Dynamo knows, or class."""
         if source == self._read.root or not isinstance(source, ChainedSource):
             return None
         if source not in self._shared:
@@ -127,7 +127,7 @@ class Likeness:
             return None
 
     def _match(self, guard: Guard) -> None:
-        """Compare what a guard is on, and list the guard that the other module needs for it."""
+        """Check one guard on the other module, and list the guard that the other module needs for it."""
         source = unwrapped(guard.originating_source)
         self._compare_links(source)
         if (shared := self._shared_at(source)) is not None:
@@ -140,7 +140,7 @@ class Likeness:
         details = {name: value for name, value in keywords.items() if name not in _UNREAD}
         one, other = self.value_of(source), self.value_of(self.other_of(source))
         expect(kind in _COMPARISONS and _COMPARISONS[kind](one, other, **details), f"{kind} of {source.name}")
-        if kind != "TENSOR_MATCH":  # which follows where the other tensor is taken for an input
+        if kind != "TENSOR_MATCH":  # Dynamo adds it when the other tensor becomes an input
             self._add_guard(self.other_of(guard.originating_source), guard.create_fn, guard)
 
     def _add_guard(self, source: Source, create: Any, like: Guard) -> None:
@@ -149,7 +149,7 @@ class Likeness:
         self.guards.append(added)
 
     def _guard_shared(self, source: Source) -> None:
-        """Guard that the other module has the same object, or the same class, instead of what is read of it."""
+        """Guard that the other module has the same object or class, in place of guards on what is read of it."""
         other = self.other_of(source)
         if other in self._guarded_as_shared:
             return
@@ -163,7 +163,7 @@ class Likeness:
             self.guards.append(Guard(other, create))
 
     def _guard_duplicate(self, guard: Guard, first: Source) -> None:
-        """Compare a value that the one module has twice, or that code outside has too."""
+        """Compare a value that the first module has twice, or that code outside has, too."""
         source = guard.originating_source
         if self._read.has(first):
             self._compare_links(unwrapped(first))
@@ -172,7 +172,7 @@ class Likeness:
         self._add_guard(self.other_of(source), create, guard)
 
     def _compare_links(self, source: Source) -> None:
-        """Compare a value, and each that it was reached through."""
+        """Compare a value, and each value on the way to it."""
         while source not in self._compared:
             self._compared.add(source)
             if source == self._read.root or not isinstance(source, ChainedSource):
@@ -185,14 +185,14 @@ class Likeness:
         one, other = self._value_or_none(source), self._value_or_none(self.other_of(source))
         expect(type(one) is type(other), f"the type of {source.name}")
         if is_plain(one):
-            expect(not isinstance(one, CODE) or one is other, f"the code of {source.name}")  # with its defaults
+            expect(not isinstance(one, CODE) or one is other, f"the code of {source.name}")  # defaults included
             return
         self._pair(one, other, source)
         if isinstance(one, torch.nn.Module):
             _compare_modules(one, other, source.name)
 
     def _pair(self, one: Any, other: Any, source: Source) -> None:
-        """Compare which values are the same objects, and that none was changed by the traced code."""
+        """Expect the modules' values to correspond one to one, and traced code to have changed none of them."""
         pairs = self._by_one.setdefault(id(one), (one, other)), self._by_other.setdefault(id(other), (one, other))
         expect(pairs[0][1] is other and pairs[1][0] is one, f"{source.name} is another's too")
         for value in (one, other):
@@ -207,7 +207,7 @@ class Likeness:
 
 
 def _compare_modules(one: torch.nn.Module, other: torch.nn.Module, name: str) -> None:
-    """Compare what modules have, read or not; what differs in what nobody read is a number or a text, as a rule."""
+    """Compare attribute names, hooks, members and mode of two modules; of torch's own modules also the constants."""
     expect(tuple(vars(one)) == tuple(vars(other)), f"the attributes of {name}")
     for hooks in _HOOKS:
         expect(not vars(one).get(hooks) and not vars(other).get(hooks), f"hooks of {name}")
@@ -223,7 +223,7 @@ def _compare_modules(one: torch.nn.Module, other: torch.nn.Module, name: str) ->
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two constants are the same to the last bit: `-0.0` is not `0.0`, and `True` is not 1."""
+    """Whether two constants have one type and the same bits: `-0.0` differs from `0.0`, and `True` from 1."""
     return type(one) is type(other) and repr(one) == repr(other) and (one == other or one != one)
 
 
@@ -232,7 +232,7 @@ def _same_tensor_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
     return marks <= {_OF_INPUTS} and facts_of(one) == facts_of(other)
 
 
-_COMPARISONS: dict[str, Callable[..., bool]] = {  # by kinds of guards: whether one holds for another value, too
+_COMPARISONS: dict[str, Callable[..., bool]] = {  # by kind of guard: whether it holds for another value, too
     "TYPE_MATCH": lambda one, other: type(one) is type(other),
     **dict.fromkeys(("ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH"), operator.is_),
     **dict.fromkeys(("CLOSURE_MATCH", "BUILTIN_MATCH", "NONE_MATCH"), operator.is_),
@@ -251,4 +251,4 @@ _COMPARISONS: dict[str, Callable[..., bool]] = {  # by kinds of guards: whether 
     "EMPTY_NN_MODULE_HOOKS_DICT": lambda one, other: not one and not other,
     "TENSOR_MATCH": _same_tensor_kind,
 }
-_UNREAD = {"value", "recompile_hint"}  # details of guards: what a tensor or a number was, and a text
+_UNREAD = {"value", "recompile_hint"}  # guard details that may differ: a tensor's or number's value, a text

@@ -1,6 +1,6 @@
-"""Calls of modules that Dynamo traces: how two are compared, what one added to the graph, and copies of that.
+"""Compare calls of modules that Dynamo traces, list the nodes that a call added to the graph, and copy them.
 
-They are compared by their arguments and their circumstances, and by what was read of the modules: see `likeness`.
+Calls are compared by arguments and circumstances, modules by what Dynamo read of them: see `likeness`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from torch._ops import HigherOrderOperator
 from ..facts import VALUES, expect, facts_of, is_plain
 from .likeness import Likeness, Read, equal
 
-FEWEST_NODES = 4  # in a trace: less is traced as fast as it is compared
-_KNOWN_OF_NODES = frozenset(  # a node of which more is known has a mark that is its own
+FEWEST_NODES = 4  # of a trace: a smaller one is traced as fast as it is compared
+_KNOWN_OF_NODES = frozenset(  # a node with other metadata is not copied
     ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack", "creation_timestamp")
 )
 _WITH_MORE_INSIDE = HigherOrderOperator, types.MethodType, functools.partial
@@ -39,18 +39,18 @@ _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]
 
 
 class TracedCall:
-    """A call of a module that Dynamo is about to trace, and what it depends on beside the module and what it gets.
+    """A call of a module that Dynamo is about to trace, and what its trace depends on beside module and arguments.
 
-    The line that calls it is none of that: code that asks who called it is not traced.
+    The calling line is no part of that: code that asks for its caller is not traced.
 
     Attributes:
-        module: What Dynamo has for it, with a source.
-        lines: The line that calls, and those which called that code, as texts of stacks begin with them.
-        blocks: The `with` blocks that all these are in.
-        modes: What torch computes with: gradients, autocast, determinism.
+        module: Dynamo's variable of the module, which has a source.
+        lines: The calling line and its callers, as in the stack traces of nodes.
+        blocks: The `with` blocks that are open in all these frames.
+        modes: Torch's global state: grad mode, autocast, determinism.
 
     Raises:
-        NotShownError: It depends on more than is compared.
+        NotShownError: The call depends on more than is compared.
     """
 
     def __init__(self, module: Any, tx: Any, arguments: list[Any], named: dict[str, Any]) -> None:
@@ -69,25 +69,25 @@ class TracedCall:
         self.modes = GlobalStateGuard()
 
     def stack_text(self) -> str:
-        """Write the lines as Dynamo begins the stack of each node with them."""
+        """Return the text that begins the `stack_trace` of each node of this call."""
         shown = [line for line in self.lines if line.filename not in uninteresting_files()]
         return "".join(traceback.StackSummary.from_list(shown).format())
 
 
 def realized(variable: Any) -> Any:
-    """Return what Dynamo makes of a value, where it puts that off."""
+    """Return the variable that a lazy variable stands for, other variables as they are."""
     while isinstance(variable, LazyVariableTracker):
         variable = variable.realize()
     return variable
 
 
 def is_constant(variable: Any) -> bool:
-    """Whether a value is a plain constant."""
+    """Whether a variable is a plain constant."""
     return type(variable) is ConstantVariable and isinstance(variable.value, VALUES)
 
 
 def values_in(result: Any) -> Iterator[Any]:
-    """Yield what a module returned, alone or in tuples that the traced code made."""
+    """Yield the variables that a module returned, alone or in tuples that the traced code made."""
     result = realized(result)
     if type(result) is TupleVariable and result.source is None:
         for item in result.items:
@@ -98,14 +98,14 @@ def values_in(result: Any) -> Iterator[Any]:
 
 @dataclass(eq=False)
 class Trace:
-    """A traced call of a module, and what it added to Dynamo's graph, in order."""
+    """A traced call of a module, with the nodes and inputs that it added to Dynamo's graph, in order."""
 
     call: TracedCall
     result: Any
     nodes: list[fx.Node]
     inputs: list[fx.Node]
-    changes_before: int  # how often something was changed before it
-    aliases: Sequence[tuple[Source, Source]]  # sources of what was reached twice in the graph so far, the latter first
+    changes_before: int  # number of side effects before this call
+    aliases: Sequence[tuple[Source, Source]]  # (second source, first source) of values reached twice so far
 
     def __post_init__(self) -> None:
         self.depth = len(self.call.tx.nn_module_stack)
@@ -114,22 +114,22 @@ class Trace:
 
     @functools.cached_property
     def read(self) -> Read:
-        """What was read of the module; listed when another call is first compared with it."""
+        """What Dynamo read of the module; computed when another call is first compared with this one."""
         return Read(self.call.tx.output, self.call.module.source, self.aliases)
 
 
 class Copy:
-    """The nodes of a trace, to be added once more for another call.
+    """Copies of a trace's nodes for another call.
 
     Raises:
-        NotShownError: That call is not shown to be alike; nothing was added.
+        NotShownError: The calls are not shown to be alike; nothing was added to the graph.
     """
 
     def __init__(self, trace: Trace, call: TracedCall) -> None:
         self._trace, self._tx, self._output = trace, call.tx, call.tx.output
-        self._copy_of: dict[fx.Node, fx.Node] = {}  # nodes of this call by those of the trace: those it is called with
+        self._copy_of: dict[fx.Node, fx.Node] = {}  # from the trace's nodes to this call's: first the arguments
         self._original_of: dict[fx.Node, fx.Node] = {}
-        self._variables: dict[fx.Node, Any] = {}  # what Dynamo has for what this call gets and returns
+        self._variables: dict[fx.Node, Any] = {}  # Dynamo's variables of this call's arguments and results
         one, calls = trace.call, (trace.call, call)
         is_same = len(one.blocks) == len(call.blocks) and all(map(operator.is_, one.blocks, call.blocks))
         expect(is_same and one.modes.check(), "other modes")
@@ -140,12 +140,12 @@ class Copy:
         expect(is_new_or_given, "a result that is a parameter")
         self._likeness = Likeness(self._output, trace.read, call.module.source)
         self._inputs = self._sources_of_inputs()
-        # As Dynamo names modules where it says which modules a node is in.
+        # Names of modules as in `nn_module_stack`.
         self._names = [_MEMBER.sub(r".\2", each.module.get_nn_module_stack_source().name) for each in calls]
         self._lines = [each.stack_text() for each in calls]
 
     def _compare(self, one: Any, other: Any) -> None:
-        """Compare what the traced call got with what this one gets at the same place."""
+        """Compare an argument of the traced call with this call's argument at the same place."""
         if isinstance(one, LazyVariableTracker) and not one.is_realized():
             expect(one.source is not None and one.source == other.source, "an argument that is not read")
             return
@@ -175,7 +175,7 @@ class Copy:
         self._variables[node] = other
 
     def _sources_of_inputs(self) -> dict[fx.Node, Source | None]:
-        """List the inputs that the nodes read, in order, each with its source in the other module, None for itself."""
+        """Return the inputs that the nodes read, in order, each with its source in the other module; None if shared."""
         trace, sources = self._trace, dict[fx.Node, Source | None]()
         known, read = {*trace.nodes, *self._copy_of}, trace.read
         used = (use for node in trace.nodes for use in node.all_input_nodes)
@@ -196,7 +196,7 @@ class Copy:
         return sources
 
     def make(self) -> Any:
-        """Add the inputs, the guards and the nodes; return what the call returns. Where that fails, some are added."""
+        """Add inputs, guards and nodes to the graph; return the call's result. A failure leaves some of them there."""
         for node, source in self._inputs.items():
             self._copy_of[node] = node if source is None else self._input(node, source)
         for guard in self._likeness.guards:
@@ -215,7 +215,7 @@ class Copy:
         return added
 
     def _node(self, node: fx.Node) -> fx.Node:
-        """Add a node, and set what it gives as any trace does."""
+        """Add a copy of a node, with the metadata that a trace would give it."""
         tracer = self._output.current_tracer
         arguments, named = fx.map_arg((node.args, node.kwargs), self._copy_of.__getitem__)
         added: fx.Node = tracer.create_node(node.op, node.target, arguments, named, type_expr=node.type)
@@ -238,7 +238,7 @@ class Copy:
         return added
 
     def _stack(self, node: fx.Node) -> dict[str, Any]:
-        """Return the modules that the copy of a node is in, by their names."""
+        """Return the `nn_module_stack` of a node's copy, keyed by names of modules."""
         one, other = self._names
         stack = dict(self._tx.nn_module_stack)
         for name, kind in list(node.meta["nn_module_stack"].values())[self._trace.depth :]:
@@ -257,7 +257,7 @@ class Copy:
 
 
 def _facts(value: Any) -> Any:
-    """List what code can ask of what a node gives."""
+    """Return what code can ask of a node's value."""
     if isinstance(value, torch.Tensor):
         return facts_of(value)
     if isinstance(value, (tuple, list)):
@@ -266,23 +266,23 @@ def _facts(value: Any) -> Any:
 
 
 def nodes_after(node: fx.Node) -> list[fx.Node]:
-    """List the nodes that were added to the graph since a node was its last one, without the inputs."""
+    """Return the nodes that were added to the graph after `node`, without the inputs."""
     nodes: list[fx.Node] = []
     while (node := node.next).op != "root":
-        if node.op != "placeholder":  # which come after its last node in a graph that had nothing else yet
+        if node.op != "placeholder":  # inputs follow `node` if the graph had no operation yet
             nodes.append(node)
     return nodes
 
 
 def can_be_copied(nodes: list[fx.Node], result: Any) -> bool:
-    """Whether what a call added and returned is of operations and values that a copy can have."""
+    """Whether all nodes and results of a call can be copied, and the nodes are enough to save time."""
     values = values_in(result)
     is_of_values = all(type(v) is TensorVariable or (is_constant(v) and v.source is None) for v in values)
     return is_of_values and len(nodes) >= FEWEST_NODES and all(map(_is_operation, nodes))
 
 
 def _is_operation(node: fx.Node) -> bool:
-    """Whether a node is an operation, with nothing inside of it and of constants that any module would give it."""
+    """Whether a node is an operation with no graph inside, and with nodes and constants as arguments."""
     is_called = node.op in ("call_function", "call_method") and not isinstance(node.target, _WITH_MORE_INSIDE)
     is_of_values = "example_value" in node.meta and _KNOWN_OF_NODES.issuperset(node.meta)
     given: list[Any] = []
@@ -291,8 +291,8 @@ def _is_operation(node: fx.Node) -> bool:
 
 
 def note_unseen() -> None:
-    """Note that what code does from here on depends on more than is compared: the module at hand is not copied."""
+    """Record that traced code depends on more than is compared: the modules that contain it are not copied."""
     unseen.count += 1
 
 
-unseen = types.SimpleNamespace(count=0)  # how often code asked which object something is, or ran what is not traced
+unseen = types.SimpleNamespace(count=0)  # how often code read an object's identity, or ran untraced code

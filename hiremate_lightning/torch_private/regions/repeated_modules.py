@@ -1,15 +1,15 @@
-"""One trace for modules that are alike, as the blocks of a transformer: what Dynamo traced of one is copied for others.
+"""Let Dynamo trace modules that are alike once, as the blocks of a transformer, and copy the trace for the others.
 
-A call of a module leaves a `Trace`. A later call gets copies of its nodes where all of this holds:
+A call of a module leaves a `Trace`. A later call gets copies of its nodes if all of this holds:
 
-* Dynamo would read the same of the module, see `Likeness`, and what is guarded is guarded for this one too.
-* It is called with tensors of the same kind and with the same constants, under the same modes and `with` blocks.
-* The traced call changed nothing that it did not make but tensors, by operations that are in the graph, drew no random
-  number in Python, and nothing that it could read was changed since.
+* Dynamo would read the same of the later module, see `Likeness`, and the guards are installed for that module, too.
+* The call gets tensors of the same kind and the same constants, under the same modes and `with` blocks.
+* The traced call drew no random number in Python and changed no existing object, except tensors by operations of the
+  graph. No object that it could read was changed since.
 
-The graph and its guards are those that Dynamo makes without all this: the same nodes, in the same order. Only the
-modules that a copied node is in are keyed by their names, not by their ids. Where a copy turns out other than what it
-was copied from, all is traced anew without copies.
+The graph and its guards are those that Dynamo makes without copies: the same nodes, in the same order. Only the
+`nn_module_stack` of a copied node is keyed by module names, not by ids. If a copy differs from its original, the code
+is captured again without copies.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from .module_traces import Copy, Trace, TracedCall, can_be_copied, nodes_after, 
 
 log = logging.getLogger("hiremate_lightning")
 
-_MOST_TRACES = 4  # of one class, the latest: each is compared with every later call
+_MOST_TRACES = 4  # the latest of one class: each is compared with every later call
 
 
 def _is_new(item: Any) -> bool:
     is_made = isinstance(item.mutation_type, (AttributeMutationNew, ValueMutationNew))
-    return is_made and not isinstance(item, TensorVariable)  # which a call may get
+    return is_made and not isinstance(item, TensorVariable)  # a call may get it as an argument
 
 
 class _Traces:
-    """The traces of calls of modules in one graph, and what was changed since it was begun."""
+    """The traces of module calls in one graph, and the objects that traced code changed."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
-        self.changed: list[Any] = []  # by the traced code, that is not of the graph: attributes, lists, globals
-        self.aliases: list[tuple[Source, Source]] = []  # of what was reached twice: the second place, and the first
+        self.changed: list[Any] = []  # objects that traced code changed: attributes, lists, globals
+        self.aliases: list[tuple[Source, Source]] = []  # (second source, first source) of values reached twice
         self._by_class: defaultdict[type, deque[Trace]] = defaultdict(lambda: deque(maxlen=_MOST_TRACES))
 
     def call(self, call: TracedCall, run: Callable[[], Any]) -> Any:
-        """Copy a trace that holds for a call, or else trace it."""
+        """Copy a trace that holds for a call; otherwise trace the call."""
         kind = type(call.module.value)
         for trace in self._by_class[kind]:
             try:
@@ -63,12 +63,12 @@ class _Traces:
                 copy = Copy(trace, call)
             except TorchDynamoException:
                 raise
-            except Exception as error:  # what is compared is code of torch and of users: what fails isn't alike
+            except Exception as error:  # an error in code of torch or users: not alike
                 log.debug("%s is traced: %s", kind.__name__, error)
                 continue
             try:
                 result = copy.make()
-            except Exception as error:  # or the copy turned out another: what was added can't be taken back
+            except Exception as error:  # or a copy that differs: added nodes can't be removed
                 _traced_whole.add(call.tx.output.root_tx.f_code)
                 log.debug("%s is captured again, without copies", kind.__name__, exc_info=True)
                 raise UnspecializeRestartAnalysis(restart_reason="a copy of a module's trace failed") from error
@@ -88,9 +88,9 @@ class _Traces:
         return result
 
     def _may_be_read(self, since: int) -> bool:
-        """Whether a module could read, other than from what it is called with, what was changed since then.
+        """Whether a module could read an object that was changed since then, other than from its arguments.
 
-        It could where the object was there before the traced code ran, or where such an object has come to hold it.
+        It could if the object existed before the traced code ran, or if such an object holds it now.
         """
         items = self.changed[since:]
         if not items or not all(map(_is_new, items)):
@@ -107,7 +107,7 @@ class _Traces:
         return any(id(item) in reached for item in items)
 
     def _hidden(self) -> tuple[int, ...]:
-        """Count what Dynamo does at the end beside the graph, and what is made for operations that have code inside."""
+        """Count Dynamo's effects outside of the graph, and the submodules of operators with code inside."""
         output = self.output
         known = output.side_effects
         lists = known.tensor_hooks, known.save_for_backward, output.random_calls, output.nn_modules
@@ -116,7 +116,7 @@ class _Traces:
 
 @instead_of("torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable.call_function")
 def _call_or_copy(call: Any, module: Any, tx: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
-    """Call a module as Dynamo does; where an earlier call of one that is alike was traced, copy that."""
+    """Copy the trace of an earlier call of a module that is alike; otherwise call the module as Dynamo does."""
     run = functools.partial(call, module, tx, arguments, named)
     is_plain = type(module) in (UnspecializedNNModuleVariable, UnspecializedBuiltinNNModuleVariable)
     is_whole = tx.output.root_tx.f_code in _traced_whole
@@ -131,7 +131,7 @@ def _call_or_copy(call: Any, module: Any, tx: Any, arguments: list[Any], named: 
 
 @instead_of("torch._dynamo.side_effects.SideEffects.check_allowed_side_effect")
 def _change(check: Any, known: SideEffects, item: Any) -> Any:
-    """Note that something is changed."""
+    """Record the object that traced code changes."""
     output = known.output_graph_weakref()
     if output is not None:
         _traces_of(output).changed.append(item)
@@ -143,14 +143,14 @@ def _change(check: Any, known: SideEffects, item: Any) -> Any:
     "torch._dynamo.variables.builtin.BuiltinVariable.call_id",
 )
 def _read_unguarded(run: Any, *arguments: Any, **named: Any) -> Any:
-    """Note that code asks for an `id`, or runs a function now whose result is a constant from then on."""
+    """Note that code asks for an `id`, or runs a function at capture whose result becomes a constant."""
     note_unseen()
     return run(*arguments, **named)
 
 
 @instead_of(*(f"torch._dynamo.variables.{of}.vt_identity_compare" for of in ("object_protocol", "builtin")))
 def _identify(compare: Any, one: Any, other: Any) -> Any:
-    """Note that code asks whether two objects are the same one: nothing guards that, and another module may differ."""
+    """Note that code asks whether two objects are the same: no guard covers that, and another module may differ."""
     if _is_one_of_many(one) and _is_one_of_many(other):
         note_unseen()
     return compare(one, other)
@@ -168,7 +168,7 @@ _LOOKED_UP = ("base.VariableTracker", "user_defined.UserDefinedObjectVariable", 
 
 @instead_of("torch._dynamo.utils._get_fake_tensor", *(f"torch._dynamo.variables.{of}.hash_impl" for of in _LOOKED_UP))
 def _look_up(look_up: Any, variable: Any, *arguments: Any, **named: Any) -> Any:
-    """Note that code looks something up by which object it is."""
+    """Note that code looks up an object by its identity."""
     if _is_one_of_many(variable):
         note_unseen()
     return look_up(variable, *arguments, **named)
@@ -176,7 +176,7 @@ def _look_up(look_up: Any, variable: Any, *arguments: Any, **named: Any) -> Any:
 
 @instead_of("torch._dynamo.variables.builder.VariableBuilder.__call__")
 def _build(build: Any, builder: Any, value: Any) -> Any:
-    """Note that something is reached from a second place."""
+    """Record that a value is reached from a second source."""
     known = builder.tx.output.side_effects
     if value in known:
         first = known[value].source
@@ -189,13 +189,13 @@ _STAND_INS = _call_or_copy, _change, _read_unguarded, _identify, _look_up, _buil
 
 
 def _traces_of(output: Any) -> _Traces:
-    traces: _Traces = _state.traces.setdefault(id(output), _Traces(output))  # which keeps it, and so its identity
+    traces: _Traces = _state.traces.setdefault(id(output), _Traces(output))  # which keeps `output` alive, and so its id
     return traces
 
 
 @contextmanager
 def copied() -> Iterator[None]:
-    """Have what is traced meanwhile traced once for modules that are alike."""
+    """Trace modules that are alike once in a block, and copy the trace for the others."""
     with replaced((_state, "traces", {})), ExitStack() as in_place:
         for stand_in in _STAND_INS:
             in_place.enter_context(stand_in())
@@ -203,4 +203,4 @@ def copied() -> Iterator[None]:
 
 
 _state = types.SimpleNamespace(traces={})
-_traced_whole: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code of which a copy failed
+_traced_whole: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code in which a copy failed
