@@ -1,1 +1,1 @@
-"""Deciding what to keep and what to compute again: strategies, and the plan."""
+"""Decides which values to keep and which to recompute: strategies, and the plan."""

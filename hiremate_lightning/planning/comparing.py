@@ -1,9 +1,9 @@
 """One step under several budgets: the curve of the solutions of one strategy, and the comparison of several methods.
 
-A schedule for one budget fits every larger one, and a bound for one budget holds for every smaller one, and for all
-methods. So a curve answers a new budget at once, a larger budget never gives a slower step, and solving one more budget
-only improves it. The distance of a method to the bound is known only when all are done: `Comparison` computes it from
-the outcomes so far.
+A schedule for one budget fits every larger budget. A bound for one budget holds for every smaller budget and for all
+methods. So a curve answers a new budget at once, a larger budget never gives a slower step, and each further solve only
+improves the curve. `Comparison` computes the distance of a method to the bound from the outcomes so far; only the last
+outcome settles it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .solvers.model import StepModel
 from .solvers.turn_point import lower_bound
 from .solvers.worker import apart
 
-BOUND_SHARE = 0.2  # of a solve's time limit, for a bound that no method has to prove
+BOUND_SHARE = 0.2  # share of a solve's time limit, to prove a bound apart from the methods
 DEFAULT_POINTS = 10
 
 
@@ -33,16 +33,16 @@ DEFAULT_POINTS = 10
 class Curve:
     """The known solutions and bounds of a step, for any budget."""
 
-    problem: Problem  # the step; its budget doesn't count
+    problem: Problem  # the step; the budget of the problem is not used
     points: tuple[Solution, ...]  # solutions, peak ascending and time descending
     # Pairs of a budget and the proven least extra time under it, in milliseconds; budgets ascending.
     bounds: tuple[tuple[int, float], ...]
-    least_bytes: int = 0  # below it no schedule exists, as far as proven; 0 if nothing is
+    least_bytes: int = 0  # proven: no schedule has a smaller peak; 0 if nothing is proven
 
     def solution(self, budget_bytes: int) -> Solution:
         """Return the fastest known solution within a budget, with the best bound that holds for it.
 
-        It is INFEASIBLE where that is proven, NOT_FOUND where no known one fits.
+        Its status is INFEASIBLE if it is proven that no schedule fits, NOT_FOUND if no known solution fits.
         """
         bound = max((ms for budget, ms in self.bounds if budget >= budget_bytes), default=0.0)
         if budget_bytes < self.least_bytes:
@@ -55,7 +55,7 @@ class Curve:
     def with_solution(self, budget_bytes: int, solution: Solution) -> Curve:
         """Add the solution of one budget: its schedule, its bound, or the proof that nothing fits."""
         points = [*self.points, solution] if solution.is_feasible else [*self.points]
-        fastest = list[Solution]()  # those that are faster than all smaller ones
+        fastest = list[Solution]()  # points that are faster than every point of a smaller peak
         for point in sorted(points, key=lambda p: (p.peak_bytes, p.extra_ms)):
             if not fastest or point.extra_ms < fastest[-1].extra_ms:
                 fastest.append(point)
@@ -65,9 +65,9 @@ class Curve:
 
 
 def curve(problem: Problem, points: int = DEFAULT_POINTS, solve: Strategy | None = None) -> Curve:
-    """Solve a step for budgets that are spread evenly between the least memory and that of plain training, both known.
+    """Solve a step for budgets spread evenly from the least memory found to the peak of eager training.
 
-    The time limit is that of all together. The search for the least memory may end at the problem's own budget.
+    The solves share the problem's time limit. The search for the least memory ends early within the problem's budget.
     """
     smallest, everything = replace(smallest_budget(problem), status=Status.FEASIBLE), keeping_everything(problem)
     solved = Curve(problem, (smallest,), ())
@@ -84,10 +84,10 @@ def curve(problem: Problem, points: int = DEFAULT_POINTS, solve: Strategy | None
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Solution):
-    """The solution of one method under one budget, with its time and its peak by the simulator, 0 where it has none."""
+    """The solution of one method under one budget, with time and peak from the simulator (0 without a schedule)."""
 
     budget_bytes: int = 0  # bytes that the step may add to resident ones
-    method: str = ""  # name of the strategy that was asked
+    method: str = ""  # name of the strategy that solved
     fits: bool = False  # whether the simulated peak is within the budget
 
 
@@ -95,7 +95,7 @@ class Outcome(Solution):
 class Comparison:
     """Outcomes of one step so far, in any order.
 
-    `bounds` are pairs of a budget and the recompute time below which no schedule exists, None where none fits.
+    `bounds` are pairs of a budget and a proven lower bound on the recompute time, None if no schedule fits.
     """
 
     step_ms: float
@@ -109,7 +109,7 @@ class Comparison:
 
     @property
     def budgets(self) -> list[int]:
-        """Budgets of which anything is known, the largest first."""
+        """Budgets that have an outcome or a bound, the largest first."""
         known = {*(o.budget_bytes for o in self.outcomes), *(budget for budget, _ in self.bounds)}
         return sorted(known, reverse=True)
 
@@ -125,31 +125,31 @@ class Comparison:
         return max((ms for budget, ms in known if ms is not None and budget >= budget_bytes), default=0.0)
 
     def bound_overhead(self, budget_bytes: int) -> float:
-        """Return that bound as a share of the step's time."""
+        """Return `bound_ms` as a share of the step's time."""
         return self.bound_ms(budget_bytes) / self.step_ms if self.step_ms else 0.0
 
     def overhead(self, outcome: Outcome) -> float:
-        """Return the extra time, a share of the step's."""
+        """Return the recompute time of an outcome as a share of the step's time."""
         return outcome.recompute_ms / self.step_ms if self.step_ms else 0.0
 
     def distance(self, outcome: Outcome) -> float:
-        """Return how far a time is above the best proven bound, a share of the step's time."""
+        """Return how far an outcome is above the best proven bound, as a share of the step's time."""
         above_ms = outcome.recompute_ms - self.bound_ms(outcome.budget_bytes)
         return max(0.0, above_ms) / self.step_ms if self.step_ms else 0.0
 
 
 def methods_to_compare() -> tuple[str, ...]:
-    """List the methods that are compared where none are named."""
-    return tuple(name for name in strategy_names() if name != "none")  # that is plain training
+    """List the methods to compare if the user names none."""
+    return tuple(name for name in strategy_names() if name != "none")  # "none" is eager training
 
 
 def proven_ms(problem: Problem) -> float | None:
-    """Return a lower bound on the recompute time of every schedule within the budget, None where none fits."""
+    """Return a lower bound on the recompute time of every schedule within the budget, None if no schedule fits."""
     return lower_bound(StepModel(problem), problem.budget_bytes, BOUND_SHARE * problem.options.time_limit_s)
 
 
 def outcome_of(problem: Problem, method: str) -> Outcome:
-    """Solve by a method, in a process of its own and within the time limit; judge that by the independent simulator.
+    """Solve by a method in a separate process, within the time limit; replay the solution by the independent simulator.
 
     Raises:
         ConfigurationError: If there is no method of that name.

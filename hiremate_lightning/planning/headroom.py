@@ -1,6 +1,6 @@
-"""How many bytes a step has, how many it needs, and the error that says so where it has too few.
+"""The bytes that a step may add, the bytes that it needs, and the error if it needs more.
 
-A planner returns a plan, or `Short`. Whoever can't go on with `Short` raises its error, as `unless_short` does.
+A planner returns a plan or `Short`. A caller that can't continue with `Short` raises its error by `unless_short`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .solvers.offload import least_with_offloads
 if TYPE_CHECKING:
     from ..out_of_memory import InfeasibleBudgetError
 
-AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and for code outside
-GUARD_BYTES = 2**16  # left free for scalars that come and go outside of the planned modules,
-GUARD_PARTS = 200  # and at most this part of the budget
-DECIDED = "decided"  # in place of a strategy's name, where nothing is to be chosen
-NAMING_SHARE = 0.5  # of the work of a search: a run that is given the named budget does all of it
+AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and uncaptured code
+GUARD_BYTES = 2**16  # bytes left free for scalars outside of the planned modules,
+GUARD_PARTS = 200  # but at most the budget divided by this number
+DECIDED = "decided"  # strategy name of a solution whose decisions were given
+NAMING_SHARE = 0.5  # of a search's work: a later run with the budget that the error names does the whole search
 
 SMALLEST, AT_LEAST = "The smallest budget found is", "It needs at least"
-LARGE = 0.25  # of what a step adds at its peak: a value that holds as much is named
+LARGE = 0.25  # share of a step's peak: an error names a value or workspace that is at least as large
 ADVICE = "Raise the budget, or make the batch smaller."
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ T = TypeVar("T")
 def resolve(budget: Budget, resident_bytes: int, unplanned_bytes: int, free_bytes: int) -> int:
     """Return the most bytes that may be allocated at any moment of a step, resident bytes included.
 
-    Resident bytes exist before it, the unplanned step adds some at its peak, and the device could hand out free ones.
+    Given are the bytes before the step, the bytes that the eager step adds at its peak, and the device's free bytes.
     """
     if budget.size_bytes is not None:
         return budget.size_bytes
@@ -52,27 +52,27 @@ def resolve(budget: Budget, resident_bytes: int, unplanned_bytes: int, free_byte
 
 
 def guard_bytes(budget_bytes: int) -> int:
-    """Return the bytes of a budget that are left free for scalars outside of the planned modules."""
+    """Return the bytes of a budget to leave free for scalars outside of the planned modules."""
     return min(GUARD_BYTES, budget_bytes // GUARD_PARTS)
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How many bytes a step has."""
+    """A budget, and the bytes that a step may add within it."""
 
-    budget: Budget  # the budget as asked for
-    budget_bytes: int  # the same in bytes, resident bytes included
+    budget: Budget  # the budget as the user gave it
+    budget_bytes: int  # the budget in bytes, resident bytes included
     resident_bytes: int = 0  # bytes that exist before the step
-    margin_bytes: int = 0  # bytes of the budget to leave free, because an earlier plan was measured that much above it
+    margin_bytes: int = 0  # bytes to leave free: an earlier plan was measured this much above the budget
 
     @property
     def step_bytes(self) -> int:
-        """The bytes that the step may add: those that neither exist already nor are left as a margin."""
+        """The bytes that the step may add: the budget less resident bytes and margin, at least 0."""
         return max(0, self.budget_bytes - self.resident_bytes - self.margin_bytes)
 
     @property
     def solved_bytes(self) -> int:
-        """The same without the bytes that are left free for scalars outside of the planned modules."""
+        """`step_bytes` less the bytes left free for scalars outside of the planned modules."""
         return self.step_bytes - guard_bytes(self.step_bytes)
 
 
@@ -80,7 +80,7 @@ class Room:
 
 
 def as_decided(problem: Problem, decided: Decisions) -> Solution:
-    """Return the solution of a step in which nothing is to be chosen."""
+    """Return the solution of a step whose decisions are given."""
     return with_decisions(problem, Solution(DECIDED, Status.FEASIBLE, stopped_by="decided before"), decided)
 
 
@@ -90,23 +90,23 @@ class Need:
 
     problem: Problem  # the step
     smallest: Solution  # the solution of least memory
-    resident_bytes: int  # bytes that exist before it
-    # The part of these that graphs hold which wait for a later backward, and its size in plain training.
+    resident_bytes: int  # bytes that exist before the step
+    # Resident bytes held by graphs that wait for a later backward: now, and in eager training.
     waiting_bytes: tuple[int, int] = (0, 0)
-    is_guarded: bool = False  # whether to add bytes for scalars that come and go outside of the planned modules
-    less_bytes: int = 0  # bytes that another process of the training has less for the same step, within the same budget
+    is_guarded: bool = False  # whether to add bytes for scalars outside of the planned modules
+    less_bytes: int = 0  # how many bytes fewer another process of the training has for this step
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes allocated at its peak, resident bytes included."""
+        """Bytes allocated at the step's peak, resident bytes included."""
         guard = guard_bytes(self.smallest.peak_bytes) if self.is_guarded else 0
         return self.resident_bytes + self.smallest.peak_bytes + self.less_bytes + guard
 
     @property
     def share(self) -> float:
-        """The needed share of the bytes that the unplanned step adds, rounded up to a tenth of a per cent.
+        """The needed bytes / the bytes that the eager step adds, rounded up to 0.001.
 
-        It is at most 1, unless another process has less.
+        The ratio is at most 1, unless another process has fewer bytes.
         """
         waiting_bytes, eager_waiting_bytes = self.waiting_bytes
         added_bytes = self.peak_bytes - self.resident_bytes + waiting_bytes
@@ -118,10 +118,10 @@ class Need:
 def least_need(
     problem: Problem, resident_bytes: int, decided: Decisions | None = None, solutions: Solutions = Solutions()
 ) -> Need:
-    """Find the least memory of a step for an error to name; where all is decided, the memory of that.
+    """Find the least memory of a step, for an error to name; if decisions are given, find their memory.
 
-    A run that is given the named budget finds this solution again: it does the same search and more. The solution is
-    also remembered, in this process and in the folder of plans.
+    A run with the named budget finds this solution again, since it does this search and more. The solution is also
+    stored, in this process and in the folder of plans.
     """
     if decided is not None:
         return Need(problem, as_decided(problem, decided), resident_bytes)
@@ -134,22 +134,22 @@ def least_need(
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """Nothing fits the budget."""
+    """The result of planning if nothing fits the budget."""
 
-    needs: tuple[Need, ...]  # the needs of all steps that are to fit
-    room: Room  # how many bytes there are
+    needs: tuple[Need, ...]  # the needs of all steps that must fit
+    room: Room  # the bytes that a step may add
     target: str  # path of the planned module
-    words: str = SMALLEST  # how to begin the sentence that names the bytes
-    advice: str = ADVICE  # what to do
+    words: str = SMALLEST  # beginning of the sentence that names the needed bytes
+    advice: str = ADVICE  # what the user can do
 
     @property
     def need(self) -> Need:
-        """The need of the step that needs most."""
+        """The largest need of all steps."""
         return max(self.needs, key=lambda need: need.peak_bytes)
 
     def error(self) -> InfeasibleBudgetError:
-        """Build the error that names the budget that is enough, and the place of the peak."""
-        from ..out_of_memory import InfeasibleBudgetError  # it is one of torch's, which planning does not load
+        """Return the error, which names a sufficient budget and the place of the peak."""
+        from ..out_of_memory import InfeasibleBudgetError  # loads torch, which planning must not
 
         need, graph, budget_bytes = self.need, self.need.problem.graph, self.room.budget_bytes
         simulation = replay_solution(need.problem, need.smallest)
@@ -182,10 +182,10 @@ class Short:
 
 
 def unless_short(outcome: T | Short) -> T:
-    """Return what fits.
+    """Return the outcome of planning if it fits.
 
     Raises:
-        InfeasibleBudgetError: If nothing does.
+        InfeasibleBudgetError: If the outcome is `Short`.
     """
     if isinstance(outcome, Short):
         raise outcome.error()
@@ -193,12 +193,12 @@ def unless_short(outcome: T | Short) -> T:
 
 
 def first_short(outcomes: Iterable[Short | None]) -> Short | None:
-    """Return the first that is short; what follows it is not tried."""
+    """Return the first `Short`, None if there is none; don't evaluate the outcomes after it."""
     return next((outcome for outcome in outcomes if outcome is not None), None)
 
 
 def _place_of(simulation: Simulation, graph: Graph) -> str:
-    """Describe where a peak is: at the node that runs, or in the code outside that holds the most."""
+    """Describe the place of a peak: the node that runs, or outside code if it runs or holds most of the bytes."""
     node = graph.nodes[simulation.peak_moment.node]
     outside = {n for n, other in enumerate(graph.nodes) if other.op == OUTSIDE}
     held_bytes = bytes_of(graph, (t for t in graph.held if graph.tensors[t].producer in outside))
@@ -212,7 +212,7 @@ def _call_words(node: Node) -> str:
 
 
 def largest_words(graph: Graph, profile: Profile, schedule: Schedule, simulation: Simulation) -> str:
-    """Name, as a sentence or "", what holds much of a peak: the operation that runs, or a value, a buffer say."""
+    """Return a sentence that names the largest workspace or value at a peak; "" if none is large."""
     moment = simulation.peak_moment
     peak, workspace_bytes = simulation.timeline.index(moment), profile.workspace_bytes[moment.node]
     live = [storage for storage, first, last in blocks(graph, schedule) if first <= peak <= last]

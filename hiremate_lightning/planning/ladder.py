@@ -1,7 +1,7 @@
-"""Decisions for the steps of one code at all sizes: a ladder between the least memory and keeping everything.
+"""Decisions that steps of one code share at all sizes: a ladder from the least memory to keeping everything.
 
-A schedule that fits at one size fits at all smaller ones, since bytes grow with sizes. So a few decisions serve all
-sizes: a step takes the fastest that fit.
+A schedule that fits at one size fits at all smaller sizes, since bytes grow with sizes. So a few decisions serve all
+sizes: each step takes the fastest decisions that fit.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from .headroom import Room
 
 
 def fastest_that_fits(step: Step, room: Room, candidates: Iterable[Decisions]) -> Decisions | None:
-    """Return, of decisions made for the same code at whatever sizes, the fastest that fit; None where none fit."""
+    """Return the fastest decisions that fit, None if none fit; they may be solved for other sizes of the same code."""
     by_time = sorted(dict.fromkeys(candidates), key=step.again_ms)
     return next((decisions for decisions in by_time if step.peak_bytes(decisions) <= room.solved_bytes), None)
 
 
 @dataclass(eq=False)
 class Ladder:
-    """The decisions for the steps of one code."""
+    """The decisions that steps of one code share."""
 
-    rungs: list[Decisions] = field(default_factory=list)  # decisions that were solved for steps that nothing fitted
-    least: Decisions | None = None  # decisions of the least memory, where no others could be made, or fit; else None
-    # The largest room, as a share of what keeping everything takes, at which the least did not fit.
+    rungs: list[Decisions] = field(default_factory=list)  # decisions solved for steps that no earlier decisions fitted
+    least: Decisions | None = None  # decisions of least memory, if no rung could be added; else None
+    # The largest budget that `least` exceeded, as a share of the bytes of keeping everything.
     least_share: float = 0.0
 
     @property

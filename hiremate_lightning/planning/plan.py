@@ -23,29 +23,29 @@ from ..units import Budget, format_bytes, format_ratio, format_time
 from .headroom import Room
 from .solvers.base import Problem, Solution, Status, replay_solution
 
-Numbers = Mapping[str, Any]  # of a plan, as `Plan.to_dict` names them
+Numbers = Mapping[str, Any]  # the numbers of a plan, by the names in `Plan.to_dict`
 
-STAGES = {  # of planning, by the names that people read: the fields of `PlanningTime`
+STAGES = {  # stages of planning: the name that users read, and the field of `PlanningTime`
     "tracing": "capture_s",
     "proving": "prove_s",
     "compiling": "compile_s",
     "profiling": "profile_s",
     "solving": "solve_s",
 }
-NO_GAP = 0.0005  # of a step's time: it is written as 0.0%
-SAVES_NOTHING = 0.99  # share of the bytes that a step adds without its plan: a plan that takes more saves no memory
+NO_GAP = 0.0005  # share of a step's time: a smaller gap would be written as 0.0%
+SAVES_NOTHING = 0.99  # a planned step that adds at least this share of the eager step's bytes saves no memory
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Measurements of a plan on the device; None where not measured yet.
+    """Measurements of a plan on the device; None if not measured yet.
 
     Attributes:
         peak_bytes: Peak of a whole step by the allocator's events, resident bytes included.
         step_ms: Time of the captured part of a step, recomputation included.
         recompute_ms: Time of recomputation within it.
-        predicted_bytes: The largest peak that was predicted for a step whose peak was measured. Steps of one plan may
-            begin with gradients or without.
+        predicted_bytes: The largest predicted peak of the measured steps. The steps of one plan differ: some begin with
+            gradients in memory, others without.
     """
 
     peak_bytes: int | None = None
@@ -55,7 +55,7 @@ class Measurement:
 
     @property
     def overhead(self) -> float | None:
-        """Time of recomputation over the time of the rest, a ratio."""
+        """Time of recomputation / time of the rest of the step, a ratio; None if not measured."""
         if self.step_ms is None or self.recompute_ms is None or self.step_ms <= self.recompute_ms:
             return None
         return self.recompute_ms / (self.step_ms - self.recompute_ms)
@@ -83,18 +83,18 @@ class Plan:
 
     Attributes:
         target: Path of the planned module; "" for the root.
-        graph: The step, with the outside of the captured part.
-        profile: Costs of its nodes.
+        graph: The step, with the code outside of the captured graphs.
+        profile: Costs of the graph's nodes.
         solution: Decisions, bound and status.
-        budget: The budget as it was asked for.
+        budget: The budget as the user gave it.
         budget_bytes: The budget in bytes, resident bytes included.
         resident_bytes: Bytes that exist before the step and throughout: parameters, buffers, optimizer state, batch.
-        planning: How long planning took, together with earlier plans of the same model.
-        measured: Measurements while it ran.
-        proved: How many of the captured graphs are proved against eager PyTorch, and why others are not, in words; ""
-            where that is not known.
+        planning: Seconds of planning, summed over this plan and the earlier plans of the model.
+        measured: Measurements of steps that ran this plan.
+        proved: How many captured graphs are proved against eager PyTorch, and why the rest are not, in words; "" if
+            unknown.
         rounded: The values in which captured code differs from eager PyTorch by rounding, in words.
-        resident_parts: Resident bytes by kind ("parameters and buffers", for example), where that was counted.
+        resident_parts: Resident bytes by kind ("parameters and buffers", for example); empty if not counted.
     """
 
     target: str
@@ -112,12 +112,12 @@ class Plan:
 
     @property
     def room(self) -> Room:
-        """How many bytes the step has."""
+        """The budget, and the bytes that the step may add within it."""
         return Room(self.budget, self.budget_bytes, self.resident_bytes)
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The straight-line program that runs."""
+        """The sequence of operations that runs."""
         return with_offloads(self.graph, lower(self.graph, self.solution.recompute), self.solution.offloads)
 
     @cached_property
@@ -127,12 +127,12 @@ class Plan:
 
     @cached_property
     def unplanned(self) -> Simulation:
-        """The simulated step with everything kept, as plain PyTorch runs it."""
+        """The simulated step with everything kept, as eager PyTorch runs it."""
         return simulate_eager(self.graph, self.profile)
 
     @property
     def unplanned_peak_bytes(self) -> int:
-        """Peak without a plan, resident bytes included."""
+        """Predicted peak of the eager step, resident bytes included."""
         return self.resident_bytes + self.unplanned.peak_bytes
 
     @property
@@ -147,27 +147,27 @@ class Plan:
 
     @property
     def predicted_overhead(self) -> float:
-        """Time of recomputation and of waits for copies over the time of the step without, a ratio."""
+        """(Time of recomputation + waits for copies) / time of the eager step, a ratio."""
         return self.planned.overhead
 
     @property
     def gap(self) -> float:
-        """Proven share of the step time by which the plan may be slower than the best one."""
+        """Most by which the plan can be slower than the best plan, a proven share of the step's time."""
         return self.solution.gap(step_time_ms(self.graph, self.profile))
 
     @property
     def bound_overhead(self) -> float:
         """Proven lower bound on the overhead of every schedule, a ratio.
 
-        It holds for the solved problem: the budget less the bytes left free for scalars outside of the planned
-        modules (at most 64 KiB) and, where a plan was measured above the budget, that excess.
+        The bound holds for the budget that was solved for. That leaves bytes free for scalars outside of the planned
+        modules (at most 64 KiB) and, if an earlier plan was measured above the budget, for its excess.
         """
         step_ms = step_time_ms(self.graph, self.profile)
         return self.solution.bound_ms / step_ms if step_ms else 0.0
 
     @property
     def kept_compiled(self) -> tuple[str, ...]:
-        """The calls of functions that their author compiled, in words: "2 calls of silu_mul (model.py:31)"."""
+        """Calls of functions that the user compiled, in words: "2 calls of silu_mul (model.py:31)"."""
         calls = Counter((node.compiled, Path(node.source).name) for node in self.graph.nodes if node.compiled)
         return tuple(
             f"{count} call{'s' * (count > 1)} of {name}{f' ({place})' if place else ''}"
@@ -175,7 +175,7 @@ class Plan:
         )
 
     def changed(self, **changes: Any) -> Plan:
-        """Return the plan with fields replaced; its simulations stay where the step is the same."""
+        """Return the plan with fields replaced; keep its simulations if graph, profile and solution are the same."""
         plan = replace(self, **changes)
         simulated = ("graph", "profile", "solution")
         if all(getattr(plan, name) is getattr(self, name) for name in simulated):
@@ -185,7 +185,7 @@ class Plan:
 
     @property
     def saves_nothing(self) -> bool:
-        """Whether nothing fits the budget, and the plan takes as much memory as no plan, or nearly."""
+        """Whether the plan exceeds the budget and adds nearly as many bytes as the eager step."""
         is_over = self.planned_peak_bytes > self.budget_bytes
         return is_over and self.planned.peak_bytes >= SAVES_NOTHING * self.unplanned.peak_bytes
 
@@ -234,7 +234,7 @@ class Plan:
         lines = planned_lines(self)
         if self.measured.peak_bytes is not None or self.measured.overhead is not None:
             lines.append(measured_line(self))
-        elif self.proved:  # it runs
+        elif self.proved:  # the plan runs
             lines.append("  measured: nothing yet; a step of the planned input sizes is measured when it comes")
         if self.proved:
             lines.append(f"  proved: {self.proved}")
@@ -253,7 +253,7 @@ def planned_lines(plan: Plan) -> list[str]:
 
 
 def measured_line(plan: Plan) -> str:
-    """Describe in one plain line of ASCII the measurements of a plan, beside its predictions."""
+    """Describe the measurements of a plan, beside its predictions, in one line of ASCII."""
     said = []
     if plan.measured.peak_bytes is not None:
         predicted, budget = format_bytes(plan.compared_peak_bytes), format_bytes(plan.budget_bytes)
@@ -270,20 +270,20 @@ def plan_title(plan: Plan) -> str:
 
 
 def peak_words(numbers: Numbers, name: str, kind: str = "") -> str:
-    """Write one of the peaks of a plan, and by how much it is over the budget."""
+    """Write the peak of this name, and its excess over the budget."""
     over = numbers[name] - numbers["budget_bytes"]
     return f"{format_bytes(numbers[name])}{kind}" + (f" ({format_bytes(over)} OVER the budget)" if over > 0 else "")
 
 
 def budget_words(numbers: Numbers) -> str:
-    """Write the budget in bytes, and as it was asked for."""
+    """Write the budget in bytes, and as the user gave it."""
     size, asked = format_bytes(numbers["budget_bytes"]), numbers["budget"]
     return size if size == asked else f"{size} ({asked})"
 
 
 def offload_words(numbers: Numbers) -> str:
-    """Describe the bytes that are offloaded to the host in a step, and their cost; "" for none."""
-    if not numbers.get("offloaded_bytes"):  # of files of earlier versions, too
+    """Describe the bytes that a step offloads to the host, and their cost; "" if it offloads none."""
+    if not numbers.get("offloaded_bytes"):  # missing in files of earlier versions
         return ""
     waits = numbers["offload_wait_ms"] / numbers["step_ms"] if numbers["step_ms"] else 0.0
     size = format_bytes(numbers["offloaded_bytes"])
@@ -291,7 +291,7 @@ def offload_words(numbers: Numbers) -> str:
 
 
 def solver_words(numbers: Numbers) -> str:
-    """Describe the strategy, how good its result is proven to be, and the reason that ended the search."""
+    """Describe the strategy, the proven quality of its solution, and why the search ended."""
     is_plain = not numbers["predicted_overhead"]
     good = "at no extra time" if numbers.get("offloaded_bytes") else "nothing is recomputed"
     words = f"{numbers['strategy']}: {good if is_plain else proof_words(numbers)}"
@@ -308,7 +308,7 @@ def proof_words(numbers: Numbers) -> str:
 
 
 def near_words(gap: float) -> str:
-    """Describe a proven distance from the fastest plan, a share of the step's time."""
+    """Describe the proven gap to the fastest plan, a share of the step's time."""
     return f"within {100 * gap:.1f}% of the best possible" if gap >= NO_GAP else "the best possible"
 
 
@@ -321,7 +321,7 @@ def planning_words(numbers: Numbers) -> str:
 
 
 def describe_peak(name: str, plan: Plan | None) -> str:
-    """Describe the planned and the measured peak of a model; before a plan, that it ran at the least memory."""
+    """Describe the planned and the measured peak of a model; without a plan, say that it ran at the least memory."""
     if plan is None:
         return f"{name} ran at the least memory found, before there was a plan."
     text = (

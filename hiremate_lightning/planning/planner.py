@@ -28,8 +28,8 @@ from .solvers.offload import least_with_offloads
 from .solvers.worker import apart, check_strategy
 
 log = logging.getLogger("hiremate_lightning")
-LEAST = "least memory at once"  # in place of a strategy's name, in a folder of plans
-ANY_GAP = 1e6  # where any schedule that fits will do
+LEAST = "least memory at once"  # the "strategy" of first solutions in the cache
+ANY_GAP = 1e6  # a gap so large that a solve ends at the first schedule that fits
 CUT_SHORT = (
     "Solving was cut short after %d s, in which this machine did the work of %d s of an idle core: it is too busy, or "
     "slow. The plan fits the budget. It may be slower than the plan of another run. Free some cores, or pass a "
@@ -38,7 +38,7 @@ CUT_SHORT = (
 
 
 def make_options(budget: int | float | str | Budget, **given: Any) -> SessionOptions:
-    """Check the options that all ways to plan share; what is left out has its default.
+    """Check the options of planning and return them; an option that is left out has its default.
 
     Raises:
         BudgetError: If the budget can't be read.
@@ -52,7 +52,7 @@ def make_options(budget: int | float | str | Budget, **given: Any) -> SessionOpt
             )
     read = {name: OPTIONS[name].value_of(value) for name, value in given.items()}
     options = SessionOptions(budget=parse_budget(budget), **read)
-    check_strategy(options.solver)  # last: it starts a process
+    check_strategy(options.solver)  # last, since this starts a process
     return options
 
 
@@ -68,12 +68,12 @@ def make_plan(
 ) -> Plan | Short:
     """Solve a merged step under a budget.
 
-    The strategy is by default the one that the options name, in a process of its own. Nothing is to be chosen where the
-    nodes that are computed again are decided. Values may be offloaded where there is memory of the host.
+    `solve` is by default the strategy that the options name, in a separate process. If `decided` has the nodes to
+    recompute, nothing is solved or offloaded. Otherwise values may be offloaded if `host` has memory.
 
     Returns:
-        A plan whose simulated peak is within the budget. Where no schedule within the budget was found, the smallest
-        budget found; with `on_infeasible="warn"` the plan with the smallest peak found.
+        A plan whose simulated peak is within the budget. If none was found, `Short` with the smallest budget found, or
+        with `on_infeasible="warn"` the plan with the smallest peak found.
     """
     log.debug("planning")
     start = time.perf_counter()
@@ -116,15 +116,15 @@ def make_plan(
 
 @cache
 def _announce(note: str) -> None:
-    """Log, once, what a method of a paper could not serve, and the substitute that it took."""
+    """Log a solution's note once: what the method of a paper could not do, and what it did instead."""
     log.warning("%s", note)
 
 
 def _solve(problem: Problem, options: SessionOptions, strategy: Strategy, is_alone: bool) -> tuple[Solution, Profile]:
-    """Solve, or take the solution that an earlier run has left, with its profile.
+    """Read the solution of an earlier run, or solve; return the solution, and the profile that it was solved for.
 
-    Where the search ends without a proof, an earlier solution of the same step is taken if it is better. But not where
-    several processes have agreed on the step: they run by one plan.
+    If the search ends without a proof, a better earlier solution of the same step replaces the new one. That is left
+    out if several processes agreed on the problem (not `is_alone`), since all of them must run the same plan.
     """
     solutions = Solutions(options.cache_dir)
     if (known := solutions.read(problem, options.solver)) is not None:
@@ -148,11 +148,11 @@ def first_solution(
     free_bytes: Callable[[], int] = lambda: 0,
     host: Host = Host(0),
 ) -> Solution | Short:
-    """Find how to run a captured part for the first time; where it can't run, return the least that it needs.
+    """Find a schedule for the first run of a captured graph; return `Short` if it can't run.
 
-    That is the schedule of least memory that is found at once. Only where this exceeds the budget a solve follows: it
-    ends with the first schedule that fits. Where none fits, the part runs all the same if the device has the memory:
-    only a step that has run shows which budget is enough. `free_bytes` counts what it may add beyond the budget.
+    The fast search for the least memory comes first. If its schedule exceeds the budget, a solve follows, which ends at
+    the first schedule that fits. If none fits, the graph still runs at the least memory if the device has it: only a
+    step that has run shows which budget is enough. `free_bytes` returns the bytes that the device has for the step.
     """
     log.debug("searching for a first schedule")
     limits = SolveOptions(time_limit_s=options.time_limit_s, gap=ANY_GAP, progress=progress)
@@ -176,14 +176,14 @@ def first_solution(
 
 
 def _fits(problem: Problem, solution: Solution) -> bool:
-    """Whether a solution fits by the independent simulator: the strategy's own claim doesn't count."""
+    """Whether the independent simulator finds a solution within the budget; the strategy's own peak doesn't count."""
     return solution.is_feasible and replay_solution(problem, solution).peak_bytes <= problem.budget_bytes
 
 
 def _fastest_within_its_peak(
     problem: Problem, smallest: Solution, options: SessionOptions, strategy: Strategy, is_alone: bool
 ) -> tuple[Solution, Profile]:
-    """Solve under the peak of the solution of least memory, for which any time was good enough."""
+    """Solve for time within the peak of the least-memory solution; return the faster of both, with its profile."""
     enough = replace(problem, budget_bytes=max(smallest.peak_bytes, problem.budget_bytes))
     solution, profile = _solve(enough, options, strategy, is_alone)
     if _fits(enough, solution) and solution.extra_ms < smallest.extra_ms:

@@ -1,14 +1,14 @@
-"""One plan for all processes that train a model: they agree on the problem, the first solves it for the others.
+"""One plan for all processes that train a model: they agree on a problem, and the first process solves it for all.
 
-All messages go through the key-value store that every process group has. No collective operation is involved, and
-nothing happens inside of a forward: ranks plan as a step begins. A rank that is late, lost, or at another step keeps
-nobody waiting for long: a rank that gets no answer in time plans alone. That is always right, since ranks with
-different plans compute the same gradients; it only takes time.
+All messages go through the key-value store of the process group, without collective operations. Ranks plan as a step
+begins, never inside of a forward. A rank that gets no answer in time plans alone, so a rank that is late, lost, or at
+another step blocks nobody for long. Planning alone is always correct, since ranks with different plans compute the
+same gradients; it only takes time.
 
-Ranks measure costs and memory on their own. The problem that they agree on has the smallest budget of all, above
-resident bytes, and the most bytes of code outside. So a plan that fits it fits on each rank. Where no plan fits, all
-ranks know it together: none waits in a collective for one that has raised an error. The bound of the solving rank was
-proven for its own costs, and is not taken. Ranks that train other models, as stages of a pipeline do, plan apart.
+Ranks measure costs and memory on their own. The agreed problem has the smallest budget above resident bytes of all
+ranks, and the most bytes of everything else. So a plan for it fits on each rank. If no plan fits, all ranks know at
+the same time: none waits in a collective for a rank that has raised an error. Other ranks don't use the bound of the
+solving rank, which was proven for its own costs. Ranks of different models (pipeline stages) plan apart.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ..records.offload import Host, Offload
 from .solvers.base import Problem, Solution, Status, Strategy, clock_limit_s, with_decisions
 
 log = logging.getLogger("hiremate_lightning")
-PATIENCE_S = 5.0  # for all ranks to plan a step for the first time: they do so at the same moment
-PATIENCE_AGAIN_S = 0.5  # to plan it again: one rank alone may, where it measures more than others, and they wait
+PATIENCE_S = 5.0  # wait for all ranks to plan a step for the first time, which they do at the same moment
+PATIENCE_AGAIN_S = 0.5  # wait when planning a step again: a rank that measures more than others may do so alone
 POLL_S = 0.02
 
 
@@ -39,32 +39,32 @@ Group = tuple[Any, int, int]  # the `torch.distributed.Store` of all ranks, the 
 
 
 def shared(strategy: Strategy, group: Group | None, model: str = "") -> Strategy:
-    """Wrap a strategy so that it solves once for all ranks that train the same model; a process may be on its own."""
+    """Wrap a strategy so that it solves once for all ranks that train the same model; no wrapper without a group."""
     return strategy if group is None else SharedSolving(strategy, group, PATIENCE_S, PATIENCE_AGAIN_S, model)
 
 
 def announce(group: Group | None, model: str) -> None:
     """Announce to the other ranks which model this one trains: ranks that train another one do not wait for it.
 
-    A rank that has told nothing yet is waited for: all of them tell before the first of them plans.
+    Ranks wait for a rank that has announced nothing yet: all ranks announce their model before the first rank plans.
     """
     if group is not None:
         store, rank, _ = group
-        with suppress(RuntimeError):  # of the store, gone with the process that had it: each plans alone then
+        with suppress(RuntimeError):  # the store ended with its process: each rank then plans alone
             store.set(_announced(rank, model), "")
             store.set(_announced(rank), "")
 
 
 def agreed(problem: Problem, strategy: Strategy) -> Problem:
-    """Return the problem that all ranks solve where a strategy is shared; any other problem as it is."""
+    """Return the problem that all ranks solve if the strategy is shared; else return the problem unchanged."""
     return strategy.agree(problem) if isinstance(strategy, SharedSolving) else problem
 
 
 class SharedSolving:
-    """A strategy that solves on rank 0 and is answered by rank 0 elsewhere.
+    """A strategy that solves on the first rank of a model; the other ranks take the answer of that rank.
 
-    It waits for some seconds until all ranks plan the same step, and until they plan it again. Ranks that train another
-    model, as stages of a pipeline do, are not waited for.
+    It waits for some seconds until all ranks plan the same step, and each time they plan it again. It does not wait for
+    ranks that train another model, such as pipeline stages.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SharedSolving:
         return sorted({self._rank, *others})
 
     def agree(self, problem: Problem) -> Problem:
-        """Return the problem that fits all ranks; this rank's own where another one does not come in time."""
+        """Return the problem that fits all ranks; this rank's own problem if another rank does not come in time."""
         self._agreed, own = None, _needs(problem)
         try:
             key = self._next_key(problem.graph)
@@ -105,7 +105,7 @@ class SharedSolving:
             peers = [rank for rank in self._peers() if self._store.check([f"{key}/needs{rank}"])]
             texts = [self._store.get(f"{key}/needs{rank}") for rank in peers]
             needs_of_peers = [json.loads(zlib.decompress(base64.b64decode(text))) for text in texts]
-        except RuntimeError as error:  # of the store: torch has no class of its own for those that stay
+        except RuntimeError as error:  # from the store: torch has no class of its own for an error that persists
             log.debug("The process group's store does not answer (%s): planning alone", error)
             return problem
         if any(len(needs) != len(own) for needs in needs_of_peers):
@@ -115,7 +115,7 @@ class SharedSolving:
         return problem
 
     def __call__(self, problem: Problem) -> Solution:
-        """Solve a problem. Where it is the agreed one, the first rank tells its answer, and others take it."""
+        """Solve a problem; if it is the agreed one, the first rank sends its solution, and the other ranks take it."""
         if self._agreed is None or self._agreed[1].graph is not problem.graph:
             return self._strategy(problem)
         key, _, leader = self._agreed
@@ -142,7 +142,7 @@ class SharedSolving:
                 return key
 
     def _adopted(self, problem: Problem, key: str, leader: int) -> Solution | None:
-        """Wait for the answer of the first rank; return None where there is none that can be used here."""
+        """Wait for the solution of the first rank; return None if there is none that this rank can use."""
         start = time.perf_counter()
         try:
             name = self._next_answer(key)
@@ -156,11 +156,11 @@ class SharedSolving:
         return solution and replace(solution, solve_s=time.perf_counter() - start)
 
     def _next_answer(self, key: str) -> str:
-        """Name the answer to the next solve of the agreed problem: one with another budget may follow."""
+        """Name the answer to the next solve of the agreed problem: a solve with another budget may follow."""
         return f"{key}/answer{self._store.add(f'{key}/solves{self._rank}', 1)}"
 
     def _are_there(self, keys: Callable[[], list[str]], limit_s: float) -> bool:
-        """Wait for values, which may become fewer, by polling: a wait in the store would block its other users."""
+        """Poll until the store has all keys, whose list may shrink: a wait in the store would block its other users."""
         end = time.perf_counter() + limit_s
         while not self._store.check(keys()):
             if time.perf_counter() > end:
@@ -170,9 +170,9 @@ class SharedSolving:
 
 
 def _needs(problem: Problem) -> list[int]:
-    """List the numbers in which ranks may differ: the budget, the host and the link to it, workspaces, storages."""
+    """List the numbers in which ranks may differ: budget, host, link to the host, workspaces, storages."""
     host, link = problem.host, problem.profile.link
-    of_host = [0, 0, 0]  # where all stays on the device
+    of_host = [0, 0, 0]  # without a link nothing is offloaded
     if link is not None:
         of_host = [host.size_bytes, int(link.out_bytes_per_ms), int(link.in_bytes_per_ms)]
     sizes = (storage.size_bytes for storage in problem.graph.storages)
@@ -180,7 +180,7 @@ def _needs(problem: Problem) -> list[int]:
 
 
 def _meeting(problem: Problem, needs: Sequence[Sequence[int]]) -> Problem:
-    """Return the problem with the smallest budget, host and link of several, and the most bytes of everything else."""
+    """Return the problem with the smallest budget, host and link of all ranks, and the largest of all other bytes."""
     budget_bytes, host_bytes, *speeds = (min(values) for values in zip(*(own[:4] for own in needs), strict=True))
     most = [max(values) for values in zip(*(own[4:] for own in needs), strict=True)]
     count = len(problem.graph.nodes)
@@ -197,18 +197,18 @@ def _meeting(problem: Problem, needs: Sequence[Sequence[int]]) -> Problem:
 
 
 def digest(graph: Graph) -> str:
-    """Name a step by its operations and how they are wired, without the measured sizes of code outside."""
+    """Hash a step's operations and their wiring, without the measured sizes of outside code."""
     nodes = [(node.key, node.op, node.inputs, node.outputs) for node in graph.nodes]
     return hashlib.sha256(repr((nodes, graph.forward, graph.backward)).encode()).hexdigest()[:32]
 
 
 def _announced(rank: int, model: str | None = None) -> str:
-    """Name the key by which a rank says that it trains a model, or some model."""
+    """Name the key by which a rank announces its model; without a model, the key by which it announces any."""
     return f"hiremate/rank{rank}" if model is None else f"hiremate/rank{rank}/{model}"
 
 
 def _checked(problem: Problem, answer: str, leader: int) -> Solution | None:
-    """Replay the decisions of the first rank with the costs of this rank; return None where they are of no use here."""
+    """Replay the decisions of the first rank with the costs of this rank; return None if they don't fit its step."""
     if not answer:
         return None
     strategy, status, rows, places = json.loads(answer)

@@ -1,14 +1,13 @@
-"""Solutions of steps, kept for later: in this process for the latest steps, and in a folder where there is one.
+"""Stored solutions of steps: in this process for the latest steps, and in a folder if there is one.
 
-In the process the solutions of a step form a curve, which answers a budget at once where the answer is proven, or was
-found in no less time. So a smaller budget never gives a faster plan than a larger one, whatever the time limits left
-unproven. Their schedules also serve where times are others: a search that ends without a proof is never worse than what
-was known of the step. Steps are the same where graph and workspaces are equal.
+In the process, the solutions of a step form a curve. It answers a budget at once if the answer is proven, or if an
+earlier search for this budget had at least the same time limit. So a smaller budget never gives a faster plan than a
+larger one, even without proofs. The schedules also serve the same step with other times: a search that ends without a
+proof is never worse than a stored schedule. Two steps are the same if their graphs and workspaces are equal.
 
-A file holds the solution of one problem. Its name is made from the graph, the budget, the solver, and the version of
-this package. Its contents are checked: the workspaces of operations must be those that were measured now, and the
-schedule is replayed before it is used. Its times are those that it was solved for. Another file beside it holds the
-latest schedules of the step, whatever their budgets.
+A file holds the solution of one problem. Its name is made from the graph, the budget, the solver, the host, and the
+version of this package. A reader checks it: workspaces must equal the measured ones, and the schedule is replayed. The
+solution keeps the times that it was solved for. Another file holds the latest schedules of the step for any budget.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ from .solvers.base import Problem, Solution, Status, Strategy, replay_solution, 
 
 log = logging.getLogger("hiremate_lightning")
 FORMAT = 3
-STEPS, SCHEDULES = 16, 8  # the latest steps at certain costs, and in a folder the latest schedules of each
-KNOWN_BEFORE = "found before"  # why a search ended with such a schedule
+STEPS, SCHEDULES = 16, 8  # most steps (with their costs) kept in the process, most schedules of a step in its file
+KNOWN_BEFORE = "found before"  # why a search ended, if its answer is a stored schedule
 
 
 @dataclass
 class _Known:
-    """What is known of a step at certain costs."""
+    """The solutions of a step at certain costs."""
 
-    solver: str  # the strategy that has solved it; "" for schedules from elsewhere
-    curve: Curve  # its solutions
-    seconds: dict[int, float] = field(default_factory=dict)  # spent at most on each budget
+    solver: str  # the strategy that solved the step; "" for schedules of any strategy
+    curve: Curve  # solutions and bounds by budget
+    seconds: dict[int, float] = field(default_factory=dict)  # for each budget, the time limit of the latest search
 
     def is_of(self, problem: Problem) -> bool:
-        """Whether it is of the same step, whatever its times."""
+        """Whether these are solutions of the same step, whatever its times."""
         own, workspace_bytes = self.curve.problem, problem.profile.workspace_bytes
         return own.profile.workspace_bytes == workspace_bytes and own.graph == problem.graph
 
@@ -56,19 +55,19 @@ _lock = threading.Lock()  # models may be trained in several threads
 
 
 def _known(problem: Problem, solver: str) -> _Known:
-    """Return what is known of a step at these costs from a strategy: nothing at first."""
+    """Return the entry of a step at these costs and of a strategy; add an empty one if there is none."""
     with _lock:
         for known in _memory:
             own, costs = known.curve.problem, (problem.profile, problem.host)
             if known.solver == solver and (own.profile, own.host) == costs and known.is_of(problem):
                 return known
-        options = replace(problem.options, progress=None)  # which holds on to the model that is trained
+        options = replace(problem.options, progress=None)  # the callback would keep the trained model alive
         _memory.append(_Known(solver, Curve(replace(problem, options=options), (), ())))
         return _memory[-1]
 
 
 def remembering(strategy: Strategy, solver: str) -> Strategy:
-    """Wrap a strategy so that it answers from its earlier solutions, where these are as good as a new solve."""
+    """Wrap a strategy so that it answers from earlier solutions if these are as good as a new solve."""
 
     @wraps(strategy)
     def solve(problem: Problem) -> Solution:
@@ -94,14 +93,14 @@ def forget() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Solutions:
-    """The solutions that are known."""
+    """Reads and writes stored solutions, in this process and in a folder."""
 
     folder: Path | None = None  # folder of the files; None for no files
 
     def read(self, problem: Problem, solver: str) -> tuple[Solution, Profile] | None:
-        """Find the solution of a problem in the folder, and the profile that it was solved for.
+        """Read a problem's solution from the folder, with the profile that it was solved for; None if there is none.
 
-        A file of another version or step is ignored, and one that holds a schedule that does not fit.
+        A file of another version or step is ignored, and so is a file whose schedule does not fit.
         """
         file = self._plan_file(problem, solver)
         known = file.read(lambda data: _decode(data, problem))
@@ -111,12 +110,12 @@ class Solutions:
         return known
 
     def write(self, problem: Problem, solver: str, solution: Solution) -> None:
-        """Keep the solution of a problem in the folder."""
+        """Write the solution of a problem to the folder."""
         data = {"format": FORMAT, "solution": asdict(solution), "profile": asdict(problem.profile)}
         self._plan_file(problem, solver).write(data)
 
     def remember(self, problem: Problem, solution: Solution) -> None:
-        """Keep the schedule of a step for later searches, under any budget."""
+        """Store the schedule of a step for later searches under any budget."""
         if solution.recompute not in _schedules(problem):
             known = _known(problem, "")
             known.curve = known.curve.with_solution(problem.budget_bytes, replace(solution, status=Status.FEASIBLE))
@@ -126,14 +125,14 @@ class Solutions:
             self._schedules_file(problem).write([*before, *fresh][-SCHEDULES:])
 
     def at_least(self, problem: Problem, solution: Solution) -> Solution:
-        """Return a solution, or with its bound a known schedule where that is faster and fits, or alone fits."""
+        """Return the solution, or the fastest stored schedule that fits, with the solution's bound, if it is better."""
         if solution.status in (Status.OPTIMAL, Status.INFEASIBLE):
             return solution
         best, found = solution, replace(solution, status=Status.FEASIBLE, stopped_by=KNOWN_BEFORE)
         for recompute in (*_schedules(problem), *self._read_schedules(problem)):
             try:
                 known = with_decisions(problem, found, recompute)
-            except (HiRemateError, IndexError, KeyError):  # of a file that holds no schedule of this step
+            except (HiRemateError, IndexError, KeyError):  # the file holds no schedule of this step
                 continue
             is_better = not best.is_feasible or best.extra_ms > known.extra_ms
             if known.peak_bytes <= problem.budget_bytes and is_better:
@@ -141,7 +140,7 @@ class Solutions:
         return best
 
     def _read_schedules(self, problem: Problem) -> list[Decisions]:
-        """List the schedules of a step in the folder; nobody has checked them."""
+        """List the schedules of a step in the folder, unchecked."""
         return self._schedules_file(problem).read(lambda data: [*map(_rows, data)]) or []
 
     def _schedules_file(self, problem: Problem) -> JsonFile:
@@ -162,14 +161,14 @@ class Solutions:
 
 
 def _schedules(problem: Problem) -> list[Decisions]:
-    """List the schedules of a step that are known in this process, in which nothing is offloaded."""
+    """List the schedules of a step that this process has stored, without those that offload."""
     with _lock:
         curves = [known.curve for known in _memory if known.is_of(problem)]
     return list(dict.fromkeys(point.recompute for curve in curves for point in curve.points if not point.offloads))
 
 
 def package_version() -> str:
-    """Return the version of this package, as it was installed."""
+    """Return the installed version of this package."""
     try:
         return version("hiremate-lightning")
     except PackageNotFoundError:
@@ -184,8 +183,7 @@ def _decode(data: Any, problem: Problem) -> tuple[Solution, Profile]:
     """Decode the contents of a file.
 
     Raises:
-        ValueError: If it is of another format, or its schedule is not valid or does not fit. A file with other contents
-            raises other errors.
+        ValueError: If the format differs, or the schedule is invalid or does not fit; for other contents other errors.
     """
     if data["format"] != FORMAT:
         raise ValueError("it was written by another version")

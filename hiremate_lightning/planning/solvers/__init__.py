@@ -1,4 +1,4 @@
-"""Strategies: each takes a `Problem` and gives a `Solution`."""
+"""Strategies: each takes a `Problem` and returns a `Solution`."""
 
 from . import methods, portfolio
 from .base import UNLIMITED, Problem, Solution, SolveOptions, Status, get_strategy, replay, strategy_names

@@ -1,8 +1,7 @@
 """The interface of all strategies: a `Problem` in, a `Solution` out.
 
-A strategy proposes decisions; it does not promise them. The planner lowers every solution, simulates it, and refuses
-it where the simulated peak passes the budget, so a strategy's own memory model may be approximate. The limit of a
-search is `Work`.
+The planner lowers and simulates every solution, and refuses it if the simulated peak passes the budget. So a strategy's
+own memory model may be approximate. `Work` limits a search.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from ...records.schedule import keep_all, lower
 from ...records.simulation import Simulation, simulate
 from ...records.step import Decisions
 
-CLOCK_TIMES, CLOCK_MORE_S = 4.0, 10.0  # of the limit of work, and seconds more, that a search may take by the clock
-OPERATION_S = 1.2e-6  # to go through an operation in a replay
-CLOCK = "the clock"  # stopped a solve that could not do its work on a slow or busy machine
+CLOCK_TIMES, CLOCK_MORE_S = 4.0, 10.0  # clock limit of a search: 4 times its limit of work, plus 10 s
+OPERATION_S = 1.2e-6  # work of one operation in a replay
+CLOCK = "the clock"  # `stopped_by` of a solve that a slow or busy machine could not finish in time
 UNLIMITED = sys.maxsize  # a budget in bytes that everything fits
 
 
@@ -31,31 +30,31 @@ class Status(str, Enum):
     """How a solve ended."""
 
     OPTIMAL = "optimal"  # proven: no schedule of the class is faster
-    FEASIBLE = "feasible"  # a schedule was found, and stopped being improved before a proof
+    FEASIBLE = "feasible"  # a schedule was found; the search ended before a proof
     INFEASIBLE = "infeasible"  # proven: no schedule of the class fits
-    NOT_FOUND = "not found"  # none was found, none was excluded
+    NOT_FOUND = "not found"  # no schedule was found, and none is proven impossible
 
 
 @dataclass(frozen=True, slots=True)
 class SolveOptions:
     """How long and how hard to solve."""
 
-    # Seconds for all of it on an idle core, counted in `Work`; the plan's quality, never its validity, depends on it.
+    # Seconds of work on an idle core for the whole solve, see `Work`; it affects a plan's quality, never its validity.
     time_limit_s: float = 30.0
-    # Relative gap of the total step time at which solving stops; differences below .005 are hardly measurable.
+    # Gap, a share of the step time, at which solving stops; differences below 0.005 are hardly measurable.
     gap: float = 0.005
-    backend: str = ""  # MIP solver of python-mip: "HIGHS", "CBC", or "" for the first of them that works
-    # Called as solving goes on, with the least recompute time found (infinite before there is one) and the proven bound
-    # on it, in milliseconds.
+    backend: str = ""  # MIP solver of python-mip: "HIGHS", "CBC", or "" for the first one that works
+    # Called during a solve with the incumbent's recompute time (infinite before the first one) and its proven bound, in
+    # milliseconds.
     progress: Callable[[float, float], None] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Choose what to recompute, so that the peak stays within the budget at the least time."""
+    """The task to choose what to recompute, so that the peak stays within the budget at the least time."""
 
     graph: Graph  # the step
-    profile: Profile  # its costs
+    profile: Profile  # costs of the step
     budget_bytes: int  # bytes that the step may add to resident ones
     options: SolveOptions = SolveOptions()  # limits of the solve
     host: Host = Host(0)  # memory of the host that values may be offloaded to
@@ -73,31 +72,31 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Decisions, with their costs and bounds."""
+    """Decisions, their costs, and the proven bound."""
 
-    strategy: str  # name of the strategy that found them
+    strategy: str  # name of the strategy that solved
     status: Status  # how the solve ended
-    recompute: tuple[tuple[int, ...], ...] = ()  # R, see `schedule.lower`; empty where none was found
+    recompute: tuple[tuple[int, ...], ...] = ()  # R, see `schedule.lower`; empty if not found
     recompute_ms: float = 0.0  # time of recomputation
-    peak_bytes: int = 0  # simulated peak above resident bytes, 0 where none was found
-    # Proven lower bound on the extra time of every schedule within the budget, 0 if none is known. Where values may be
-    # offloaded, it includes the schedules in which they do.
+    peak_bytes: int = 0  # simulated peak above resident bytes, 0 if none was found
+    # Proven lower bound on the extra time of every schedule within the budget, 0 if none is known; if offloading is
+    # allowed, it covers the schedules that offload.
     bound_ms: float = 0.0
     stopped_by: str = ""  # why solving ended, in words
-    solve_s: float = 0.0  # seconds taken, by the clock
-    work_s: float = 0.0  # seconds of work done, the same on each machine
-    # For a method of a paper, the time that its own schedule recomputes, before anything was evicted or kept beyond it:
-    # the fastest schedule that fits, or else the one of the smallest peak.
+    solve_s: float = 0.0  # seconds by the clock
+    work_s: float = 0.0  # seconds of work, the same on each machine
+    # For the method of a paper: recompute time of its own schedule, without repairs and improvements: the fastest that
+    # fits, or else the one of the smallest peak.
     proposed_ms: float = 0.0
-    proposed_bytes: int = 0  # the peak of that schedule, 0 where there is none
-    # What the method could not serve, and the substitute that it took, in one line; empty where it served all.
+    proposed_bytes: int = 0  # peak of this schedule, 0 if there is none
+    # What the method could not do, and what it did instead, in one line; empty if it did everything.
     note: str = ""
     offloads: tuple[Offload, ...] = ()  # storages that are offloaded to the host, and when, see `records.offload`
-    wait_ms: float = 0.0  # time of waits for its copies
+    wait_ms: float = 0.0  # time of waits for the copies
 
     @property
     def extra_ms(self) -> float:
-        """Time of recomputation, and of waits for copies."""
+        """Time of recomputation plus waits for copies."""
         return self.recompute_ms + self.wait_ms
 
     @property
@@ -111,12 +110,12 @@ class Solution:
         return self.status in (Status.OPTIMAL, Status.FEASIBLE)
 
     def gap(self, step_ms: float) -> float:
-        """Return the proven gap, a share of the step's time: the plan is at most so much slower than the best."""
+        """Return the proven gap: the plan is slower than the best one by at most this share of the step's time."""
         total = step_ms + self.extra_ms
         return max(0.0, self.extra_ms - self.bound_ms) / total if total else 0.0
 
     def with_bound(self, bound_ms: float, gap_ms: float) -> Solution:
-        """Return a feasible solution with another bound, by which it is proven if it is within the gap of that."""
+        """Return a feasible solution with another bound; it is optimal if its extra time is within `gap_ms` of it."""
         is_proven = self.extra_ms <= bound_ms + gap_ms
         ended = "end of the search" if self.stopped_by in ("", "proof") else self.stopped_by
         return replace(
@@ -155,7 +154,7 @@ def get_strategy(name: str) -> Strategy:
     """Look a strategy up by its name.
 
     Raises:
-        ConfigurationError: If there is none of that name; the text lists the names.
+        ConfigurationError: If there is no strategy of that name; the text lists the names.
     """
     if name not in _STRATEGIES:
         hint = did_you_mean(str(name), _STRATEGIES)
@@ -180,7 +179,7 @@ def replay_solution(problem: Problem, solution: Solution) -> Simulation:
 def with_decisions(
     problem: Problem, solution: Solution, recompute: Decisions, offloads: Sequence[Offload] = ()
 ) -> Solution:
-    """Return a solution with other decisions, and the times and the peak that the simulator finds for them."""
+    """Return a solution with other decisions, and with their times and peak from the simulator."""
     simulation = replay(problem, recompute, offloads)
     return replace(
         solution,
@@ -194,7 +193,7 @@ def with_decisions(
 
 
 def keeping_everything(problem: Problem) -> Solution:
-    """Return the solution that keeps everything, as plain training does, whatever the budget: nothing is faster."""
+    """Return the solution that keeps everything, as eager training does, whatever the budget: nothing is faster."""
     return with_decisions(problem, Solution("none", Status.OPTIMAL, stopped_by="proof"), keep_all(problem.graph))
 
 
@@ -202,15 +201,14 @@ def keeping_everything(problem: Problem) -> Solution:
 
 
 class Work:
-    """Counts the work of a search, in seconds: by operations, not by the clock, so that a step gets the same plan.
+    """Counts the work of a search in seconds, by operations and not by the clock, so that a step gets the same plan.
 
-    A second of work is about the work of an idle core of a server of 2024 in a second. Replays count by the operations
-    that they go through, programs by their size and by the iterations and nodes that a solver needs for them. None of
-    that depends on the machine or on its load: a busy machine does the same work, later, and finds the same.
+    A second of work is about the work that an idle core of a server of 2024 does in a second. A replay counts its
+    operations; a program counts its size and the iterations and nodes of its solver. Neither depends on the machine or
+    its load: a busy machine does the same work more slowly, and finds the same plan.
 
-    The clock has the last word. Where a search takes several times as long as its work should, it is cut short, and its
-    answer says so: `is_cut`. Only then does an answer depend on how fast the machine is. A search asks for its limit of
-    work itself.
+    The clock cuts a search short if it takes several times as long as its work should (`is_cut`); the solution says so.
+    Only then does a solution depend on the speed of the machine. Each search checks its limit of work itself.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -222,15 +220,15 @@ class Work:
         self.done_s += seconds
 
     def add_operations(self, count: int) -> None:
-        """Count operations that were gone through."""
+        """Count the work of some operations of replays."""
         self.done_s += OPERATION_S * count
 
     def is_past(self, deadline: float) -> bool:
-        """Whether more work was done than up to a deadline, or the clock has ended the search."""
+        """Whether the work has passed a deadline, or the clock has ended the search."""
         return self.done_s > deadline or self.is_cut
 
     def left_s(self, deadline: float) -> float:
-        """Return the seconds of work up to a deadline, 0 where the clock has ended the search."""
+        """Return the seconds of work left until a deadline, 0 if the clock has ended the search."""
         return 0.0 if self.is_cut else max(0.0, deadline - self.done_s)
 
     @property
@@ -245,5 +243,5 @@ class Work:
 
 
 def clock_limit_s(limit_s: float) -> float:
-    """Return the seconds by the clock after which a search with this limit of work is cut short."""
+    """Return the seconds by the clock after which a search of this limit of work is cut short."""
     return CLOCK_MORE_S + CLOCK_TIMES * limit_s

@@ -1,13 +1,13 @@
-"""The step as a chain of links, for the methods that are made for chains.
+"""The step as a chain of links, for methods that need chains.
 
-A link, a stage in the papers, is a run of forward nodes between two cuts. Its *input* are the values that cross the cut
-before it. Its *tape* are the values that it makes and the backward needs. Its own part of the backward reads the *own*
-values of these. That part ends with the last read of the link's input before anything older is read. The cuts are where
-the fewest bytes cross. A cut between two modules counts for less the higher it is in their tree, so that repeated
-blocks are cut alike. A skip that crosses several cuts is part of the input of each link on its way.
+A *link* (a stage in the papers) is a run of forward nodes between two cuts. Its *input* is the set of values that cross
+the cut before it. Its *tape* is the set of values that it makes and the backward needs. Each link has a part of the
+backward, which ends with the last read of the link's input before anything older is read; the *own* values are the part
+of the tape that it reads. Cuts are placed where the fewest bytes cross. A cut between two modules costs less the higher
+it is in the module tree, so that repeated blocks are cut in the same way. A skip across several cuts is part of the
+input of each link that it crosses.
 
-Bytes are those of choices that can be recomputed. The others are always kept, and count among the bytes that no
-decision changes.
+Only choices that can be recomputed count here; the fixed ones are always kept, and no decision changes their bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .choices import Policy, alive_bytes, crossing_bytes, spread
 from .model import StepModel
 from .search import Search
 
-LARGE_SHARE = 0.25  # of the largest value that crosses a cut: smaller values make the cut no wider
+LARGE_SHARE = 0.25  # share of the largest value that crosses a cut: smaller values don't count in its width
 MODULE_WEIGHT = 0.8  # factor on the bytes of a cut for each level of modules that it separates
 
 
@@ -31,21 +31,21 @@ MODULE_WEIGHT = 0.8  # factor on the bytes of a cut for each level of modules th
 class ChainLink:
     """One link of a chain."""
 
-    nodes: tuple[int, ...]  # its forward nodes, from a position (first) on
+    nodes: tuple[int, ...]  # its forward nodes; they start at the forward position `first`
     first: int
-    input: frozenset[int]  # choices made before it that it, or a later link, reads in the forward
+    input: frozenset[int]  # choices of earlier links that this link or a later one reads in the forward
     tape: tuple[int, ...]  # choices that it makes, in order
-    own: frozenset[int]  # those of them that its own part of the backward reads, from `begins` to before `ends`
+    own: frozenset[int]  # the part of the tape that its part of the backward reads: positions `begins` to `ends` - 1
     begins: int
     ends: int
 
     def handed_on(self, model: StepModel) -> frozenset[int]:
-        """Return the choices that it makes and later links read in the forward."""
+        """Return the choices that this link makes and later links read in the forward."""
         end = self.first + len(self.nodes)
         return frozenset(s for s in self.tape if model.last_forward_use(s) >= end)
 
     def nodes_for(self, model: StepModel, wanted: Iterable[int]) -> list[int]:
-        """List its nodes that compute some choices that it makes again, from its input."""
+        """List the nodes of this link that recompute the wanted choices of its tape from its input."""
         inside = set(self.tape)
         needed = spread(set(), wanted, lambda storage: inside.intersection(model.sources(storage)))
         return list(dict.fromkeys(model.producer[s] for s in self.tape if s in needed))
@@ -53,7 +53,7 @@ class ChainLink:
 
 @dataclass(frozen=True, slots=True)
 class ChainSpan:
-    """The choices in memory as a part of the backward begins (held), and those that come and go within it (own)."""
+    """Choices in memory when a part of the backward begins (held), and those made and freed within it (own)."""
 
     held: frozenset[int]
     own: frozenset[int]
@@ -84,7 +84,7 @@ def _with_backwards(model: StepModel, chain: Sequence[ChainLink]) -> list[ChainL
     link_of = {s: number for number, link in enumerate(chain) for s in link.tape}
     latest = [max((link_of[s] for s in reads if s in link_of), default=-1) for reads in model.reads]
     ends, reached = [0] * len(chain), -1
-    for position in reversed(range(count)):  # one past the last position that reads from a link or a later one
+    for position in reversed(range(count)):  # `ends`: one past the last position that reads from a link or a later one
         for number in range(reached + 1, latest[position] + 1):
             ends[number] = position + 1
         reached = max(reached, latest[position])
@@ -104,14 +104,14 @@ def _with_backwards(model: StepModel, chain: Sequence[ChainLink]) -> list[ChainL
 
 
 def chains_of(search: Search, name: str, lengths: Iterable[int]) -> list[list[ChainLink]]:
-    """Cut a search's step into chains of several lengths; note, under the method's name, where the step is no chain."""
+    """Cut a search's step into chains of several lengths; add a note with the method's name if the step is no chain."""
     graph = search.model.graph
     most = sum(map(bool, (graph.allocates[n] for n in graph.forward)))
     chains = [links(search.model, length) for length in dict.fromkeys(min(most, length) for length in lengths)]
     widths = list[list[int]]()
     for chain in chains:
         sizes = [[search.model.sizes[s] for s in link.input] for link in chain[1:]]
-        # Of the large values that cross the cut before a link; masks, for example, are small.
+        # Count the large values that cross the cut before each link; masks, for example, are small.
         widths.append([sum(size >= LARGE_SHARE * max(own) for size in own) for own in sizes])
     if all(max(width, default=0) > 1 for width in widths):
         widest, cuts = max(map(max, widths)), sum(map(len, widths))
@@ -128,7 +128,7 @@ def chains_of(search: Search, name: str, lengths: Iterable[int]) -> list[list[Ch
 
 
 def _weights(graph: Graph) -> list[float]:
-    """Return the cost of a cut before each forward position: the bytes that cross it, less where modules end."""
+    """Return the cost of a cut before each forward position: the bytes that cross it, reduced where modules end."""
     modules = [tuple(graph.nodes[n].module.split(".")) for n in graph.forward]
     weights = []
     for position, crossing in enumerate(crossing_bytes(graph)):
@@ -140,10 +140,10 @@ def _weights(graph: Graph) -> list[float]:
 
 
 def _cheapest_cuts(works: Sequence[int], weights: Sequence[float], most: int) -> list[int]:
-    """Choose positions to cut before, so that no link has more than `most` works, at the least total weight."""
+    """Choose the positions of cuts so that no link has more than `most` allocating nodes, at the least total weight."""
     length = len(weights)
-    best, begins = [0.0], [0]  # by end of a link: weight of the cuts up to it, and where the link begins
-    window = [0]  # begins in reach, weights ascending
+    best, begins = [0.0], [0]  # by end of a link: total weight of the cuts so far, and the start of the link
+    window = [0]  # possible starts of the link, weights ascending
     for end in range(1, length + 1):
         while len(window) > 1 and works[end - 1] - (works[window[0] - 1] if window[0] else 0) > most:
             window.pop(0)
@@ -163,7 +163,7 @@ def _cheapest_cuts(works: Sequence[int], weights: Sequence[float], most: int) ->
 
 
 def last_needs(model: StepModel) -> dict[int, int]:
-    """Return, for each choice, the last backward position that reads it or may recompute something from it."""
+    """Return, for each choice, the last backward position that reads it or may recompute a value from it."""
     last, seen = dict[int, int](), set[int]()
     for position in reversed(range(len(model.all_reads))):
         spread(seen, model.all_reads[position], model.sources)
@@ -172,9 +172,9 @@ def last_needs(model: StepModel) -> dict[int, int]:
 
 
 def policy_of(model: StepModel, spans: Mapping[int, ChainSpan]) -> Policy:
-    """Return the policy that holds the values of each span of the backward, from its first position on.
+    """Return the policy that holds the values of each span of the backward from the span's first position on.
 
-    `spans` has the backward position at which each begins; one begins at 0, the turn.
+    The keys of `spans` are the backward positions at which they begin; one begins at 0, the turn.
     """
     last, fixed = last_needs(model), model.fixed
     kept = frozenset(s for s in spans[0].held if s in last) | fixed
@@ -211,43 +211,43 @@ def _compute(model: StepModel, wanted: Iterable[int], live: set[int]) -> None:
 
 
 class ChainBytes:
-    """Bytes of a chain's values, and of its operations as they run: one number for each link."""
+    """Bytes of a chain's values, and of its operations as they run: each list has one number per link."""
 
     def __init__(self, model: StepModel, chain: Sequence[ChainLink]) -> None:
         self._model, self.chain = model, chain
         last, sizes = last_needs(model), model.sizes
         fixed_after = alive_bytes(((0, last.get(s, 0), sizes[s]) for s in model.fixed), len(model.reads) + 1)
         gradients = [size + fixed_after[p] for p, size in enumerate(model.gradients)]
-        self.tape = [self.of(link.tape) for link in chain]  # bytes of its tape
-        self.own = [self.of(link.own) for link in chain]  # bytes of its own values
-        # Bytes that no decision changes: the most of them in its part of the backward, and those just before that.
+        self.tape = [self.of(link.tape) for link in chain]  # bytes of the tape
+        self.own = [self.of(link.own) for link in chain]  # bytes of the own values
+        # Bytes that no decision changes: the most in the link's part of the backward, and those just before this part.
         self.rest = [max(gradients[link.begins : link.ends], default=0) for link in chain]
         self.start = [model.live_gradients[link.begins] + fixed_after[link.begins] for link in chain]
         free = (s for s in model.choices if s not in model.fixed)
         lives = ((model.made_at[s], model.last_forward_use(s), sizes[s]) for s in free)
-        self._alive = alive_bytes(lives, len(model.graph.forward))  # of choices that were made and will be read
+        self._alive = alive_bytes(lives, len(model.graph.forward))  # of choices, up to their last forward read
         kept = [0] * (len(model.graph.forward) + 1)
         for storage in model.fixed:
             kept[model.made_at[storage]] += sizes[storage]
         fixed_before = accumulate(kept)
         self._forward = [rest + fixed for rest, fixed in zip(model.forward_rest, fixed_before, strict=False)]
-        # Most bytes beside choices as it runs in the forward, and as it runs again.
+        # Most bytes besides choices while the link runs in the forward, and while it runs again.
         self.forward = [max(self._forward[link.first :][: len(link.nodes)], default=0) for link in chain]
         self.again = [max((model.transient[n] for n in link.nodes_for(model, link.tape)), default=0) for link in chain]
 
     def of(self, storages: Iterable[int]) -> int:
-        """Return the bytes of some choices."""
+        """Return the bytes of these choices."""
         return sum(self._model.sizes[s] for s in storages)
 
     @property
     def others(self) -> Iterator[int]:
-        """Yield all bytes that are not those of choices."""
+        """Yield all byte counts that exclude choices."""
         yield from (*self.rest, *self.start, *self._forward, *self.again)
 
     def sweeps(self, start: int) -> list[tuple[int, int]]:
-        """Return the bytes that running each link takes beyond the input of a link, `start`, that is held.
+        """Return the bytes that each link from `start` on takes while it runs, beyond the held input of link `start`.
 
-        These are, for each link from that one on, the bytes in the forward, and again in the backward. Dead values are
+        Each pair has the bytes in the forward, and the bytes when the link runs again in the backward. Dead values are
         freed at once.
         """
         model, chain, sizes = self._model, self.chain, list[tuple[int, int]]()

@@ -1,10 +1,10 @@
 """The step as the strategies see it: storages that may be kept or recomputed, and policies that decide on them.
 
-A *choice* is a forward storage that the backward needs, or that recomputing such a one needs. Views cost nothing and
-are left out here; `model.decisions` puts them back.
+A *choice* is a forward storage that the backward reads, or that is read to recompute another choice. Views cost nothing
+and are left out; `model.decisions` adds them again.
 
-A *policy* says which choices are kept through the turn, and after which backward position a value is dropped although
-it is used again, so that it is recomputed once more.
+A *policy* says which choices are kept through the turn, and which are dropped after a backward position although they
+are used again, so that they are recomputed once more.
 
 A *key* is a place in the backward: `position << ROW | index` for a node that is recomputed before a backward position,
 `position << ROW | LAST` for the backward's own node.
@@ -23,7 +23,7 @@ from ...records.schedule import keep_all, lower, must_run
 from ...records.simulation import simulate
 from .base import Problem, Work
 
-LEAST_MS = 1e-6  # least time that a recomputation counts as
+LEAST_MS = 1e-6  # least time of a recomputation
 ROW = 20  # bits of a key for the place within a row
 LAST = (1 << ROW) - 1
 Rows = list[list[int]]  # producers recomputed before each backward position, and before the end
@@ -31,16 +31,16 @@ Rows = list[list[int]]  # producers recomputed before each backward position, an
 
 @dataclass(frozen=True)
 class Policy:
-    """Decisions by storage."""
+    """Which choices are kept, dropped and recomputed early."""
 
     kept: frozenset[int]  # choices kept through the turn
-    # Pairs of choice and backward position: dropped after that position, and recomputed before its next use.
+    # Pairs of choice and backward position: dropped after the position, and recomputed before the next use.
     drops: frozenset[tuple[int, int]] = frozenset()
-    # Pairs of choice and backward position: recomputed before that position, although its first use is later.
+    # Pairs of choice and backward position: recomputed before the position, although the first use is later.
     early: frozenset[tuple[int, int]] = frozenset()
 
     def distance(self, other: Policy) -> int:
-        """Count the decisions that differ from those of another policy."""
+        """Count the decisions in which two policies differ."""
         return len(self.kept ^ other.kept) + len(self.drops ^ other.drops) + len(self.early ^ other.early)
 
 
@@ -50,7 +50,7 @@ def at_node(position: int) -> int:
 
 
 def alive_bytes(values: Iterable[tuple[int, int, int]], count: int) -> list[int]:
-    """Return the bytes that are alive at each of `count` places, of values by first place, last place and bytes."""
+    """Return the live bytes at each of `count` places; a value is (first place, last place, bytes)."""
     change = [0] * (count + 1)
     for first, last, size_bytes in values:
         change[first] += size_bytes
@@ -59,7 +59,7 @@ def alive_bytes(values: Iterable[tuple[int, int, int]], count: int) -> list[int]
 
 
 def spread(seen: set[int], starts: Iterable[int], following: Callable[[int], Iterable[int]]) -> set[int]:
-    """Add to those seen before some values, and all that follow from them; return all."""
+    """Add to `seen` the starts and everything reachable from them by `following`; return `seen`."""
     stack = [s for s in starts if s not in seen]
     seen.update(stack)
     while stack:
@@ -70,7 +70,7 @@ def spread(seen: set[int], starts: Iterable[int], following: Callable[[int], Ite
 
 
 def lives_of(graph: Graph) -> dict[int, tuple[int, int]]:
-    """Return, for each storage that the forward makes, the positions at which it is made and read last."""
+    """Return, for each storage that the forward makes, the forward positions at which it is made and last read."""
     lives = {storage: (made, made) for made, node in enumerate(graph.forward) for storage in graph.allocates[node]}
     for position, node in enumerate(graph.forward):
         for tensor in graph.nodes[node].inputs:
@@ -81,13 +81,13 @@ def lives_of(graph: Graph) -> dict[int, tuple[int, int]]:
 
 
 def crossing_bytes(graph: Graph) -> list[int]:
-    """Return, for each forward position, the bytes made before it that it or a later one reads."""
+    """Return, for each forward position, the bytes made before it and read at it or later in the forward."""
     lives = ((made + 1, last, graph.sizes[storage]) for storage, (made, last) in lives_of(graph).items())
     return alive_bytes(lives, len(graph.forward))
 
 
 class Choices:
-    """Arrays made once from a problem. Its work counts that of searches on it."""
+    """The storages of a problem to decide on, with their readers, producers and bytes; `work` counts the searches."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.work = problem, Work(problem.options.time_limit_s)
@@ -96,18 +96,18 @@ class Choices:
         self.storage_of = [t.storage for t in graph.tensors]
         self.made_at = {s: i for i, n in enumerate(graph.forward) for s in graph.allocates[n]}
         self._held = {self.storage_of[t] for t in graph.held}
-        self.retained = {self.storage_of[t] for t in graph.retained}  # live to the end where they are kept
+        self.retained = {self.storage_of[t] for t in graph.retained}  # live to the end if kept
         reads_of_forward = enumerate(self._forward_storages(graph.nodes[n].inputs) for n in graph.forward)
         self._last_read = {s: position for position, storages in reads_of_forward for s in storages}
-        # The choices that each backward position reads, those that are returned as gradients, and both.
+        # The choices that each backward position reads, those returned as gradients, and both together.
         self.reads = [self._forward_storages(graph.nodes[n].inputs) for n in graph.backward]
         self.returned = self._forward_storages(graph.gradients)
         self.all_reads = [*self.reads, self.returned]
-        self.uses: dict[int, list[int]] = {}  # for each choice, the backward positions that read it directly
+        self.uses: dict[int, list[int]] = {}  # for each choice, the backward positions that read it
         for position, storages in enumerate(self.all_reads):
             for storage in storages:
                 self.uses.setdefault(storage, []).append(position)
-        # A later call reads some storages as inputs, in its backward or to compute something again.
+        # Storages that a later call reads as its inputs, in its backward or in recomputation.
         again = {t for node in set(graph.recomputers) if node is not None for t in graph.nodes[node].inputs}
         handed = {t for t in again if graph.tensors[t].producer is None}
         self._passed_on = {self.storage_of[t] for t in (*graph.needed, *handed) if graph.recomputers[t] is None}
@@ -127,14 +127,14 @@ class Choices:
         def sources(storage: int) -> tuple[int, ...]:
             made_by = graph.nodes[graph.forward[self.made_at[storage]]]
             node = graph.recomputers[next(t for t in made_by.outputs if self.storage_of[t] == storage)]
-            if node is None or storage in self._passed_on:  # a later call can't run nodes of an earlier one
+            if node is None or storage in self._passed_on:  # a later call can't run nodes of an earlier call
                 return ()
             self.producer[storage] = node
             needs, own = self._forward_storages(graph.nodes[node].inputs), graph.allocates[node]
             self.needs[node] = tuple(s for s in needs if s not in own)
             return self.needs[node]
 
-        # Storages to decide on, in order of production. Fixed ones have no producer, and are always kept.
+        # Storages to decide on, in order of production; fixed storages have no producer and are always kept.
         self.choices = tuple(sorted(spread(set(), self.uses, sources), key=self.made_at.__getitem__))
         self.fixed = frozenset(s for s in self.choices if s not in self.producer)
         self.makes: dict[int, list[int]] = {}  # for each producer, the choices that it makes
@@ -145,7 +145,7 @@ class Choices:
         self.cost_ms = {node: max(times_ms[node], LEAST_MS) for node in self.makes}
 
     def _collect_pins(self) -> None:
-        """Find the spans in which views made by the backward hold forward storages."""
+        """Find the spans of backward positions in which views made by the backward hold forward storages."""
         made: dict[int, int] = {}
         last: dict[int, int] = {}
         for position, index in enumerate(self.graph.backward):
@@ -153,13 +153,13 @@ class Choices:
             made.update((t, position) for t in node.outputs if self.storage_of[t] in self.made_at)
             last.update((t, position) for t in node.inputs if t in made)
         last.update((t, len(self.graph.backward)) for t in self.graph.gradients if t in made)
-        self.pins: dict[int, list[tuple[int, int]]] = {}  # for each choice, the spans in which such views hold it
+        self.pins: dict[int, list[tuple[int, int]]] = {}  # for each choice, the spans in which these views hold it
         for tensor, position in last.items():
             storage = self.storage_of[tensor]
             assert storage is not None
             self.pins.setdefault(storage, []).append((made[tensor], position))
         reads = [*(self.graph.nodes[n].inputs for n in self.graph.backward), self.graph.gradients]
-        # For each backward position and the end, the choices read only through such views, and where these were made.
+        # For each backward position and the end: choices read only through these views, and where the view was made.
         self.seen_from: list[dict[int, int]] = []
         for tensors in reads:
             direct = {self.storage_of[t] for t in tensors if t not in made}
@@ -167,7 +167,7 @@ class Choices:
             self.seen_from.append({s: at for s, at in viewed.items() if s is not None and s not in direct})
 
     def _measure_the_rest(self) -> None:
-        """Measure the bytes that no decision changes, by replaying plain training with all choices of size zero."""
+        """Compute the bytes that no decision changes: simulate keeping everything, and subtract the choices."""
         chosen = set(self.choices)
         others = (t for t in self.graph.retained if self.storage_of[t] not in chosen)
         graph = replace(self.graph, retained=tuple(others))
@@ -186,7 +186,7 @@ class Choices:
         rest = [moment.peak_bytes - kept for moment, kept in zip(everything.timeline, held, strict=False)]
         after = [moment.live_bytes - kept for moment, kept in zip(everything.timeline, held[1:], strict=True)]
         self.forward_rest, self.gradients = rest[:turn], rest[turn:]  # while the node of each position runs
-        # As the backward starts: what is held, what is always saved, and gradients of outputs that it reads.
+        # In memory as the backward starts: held storages, saved ones, and the gradients of outputs that it reads.
         read = {t for node in graph.backward for t in graph.nodes[node].inputs} | set(graph.gradients)
         lasting = (*schedule.saved, *graph.held, *(t for t in graph.tangents if t in read))
         at_turn = {self.storage_of[t] for t in lasting} - chosen
@@ -194,7 +194,7 @@ class Choices:
             sum(self.sizes[s] for s in at_turn if s is not None),
             *after[turn:],
         ]
-        self.transient = {  # for each producer, bytes that only it needs, while it runs
+        self.transient = {  # for each producer, the bytes that exist only while it runs
             node: self.problem.profile.workspace_bytes[node]
             + sum(self.sizes[s] for s in graph.allocates[node] if s not in self.producer)
             for node in self.makes
@@ -202,14 +202,14 @@ class Choices:
 
     @cached_property
     def need_bytes(self) -> list[int]:
-        """For each backward position, the bytes that no decision spares while its node runs."""
+        """For each backward position, the least bytes of any policy while its node runs."""
         return [
             rest + sum(self.sizes[s] for s in reads) for rest, reads in zip(self.gradients, self.reads, strict=True)
         ]
 
     @cached_property
     def least_bytes(self) -> int:
-        """A peak that no schedule is below: the largest need of a node while it runs, whatever is kept."""
+        """A lower bound on every schedule's peak: the largest need of a node while it runs."""
         chosen, peak_bytes = set(self.choices), max(self.need_bytes, default=0)
         for rest, node in zip(self.forward_rest, self.graph.forward, strict=True):
             own = {*self._forward_storages(self.graph.nodes[node].inputs), *self.graph.allocates[node]}
@@ -217,25 +217,25 @@ class Choices:
         return peak_bytes
 
     def neediest(self, parts: int) -> tuple[int, ...]:
-        """Find the neediest position of each of `parts` equal parts of the backward."""
+        """Return the position with the largest `need_bytes` in each of `parts` equal parts of the backward."""
         count = len(self.reads)
         ranges = (range(count * i // parts, count * (i + 1) // parts) for i in range(parts))
         return tuple(max(part, key=self.need_bytes.__getitem__) for part in ranges if part)
 
     def sources(self, storage: int) -> tuple[int, ...]:
-        """Return the choices that recomputing a choice reads."""
+        """Return the choices that the producer of a choice reads."""
         return self.needs[self.producer[storage]] if storage in self.producer else ()
 
     def last_forward_use(self, storage: int) -> int:
-        """Return the last forward position that reads a choice, its own where none does."""
+        """Return the last forward position that reads a choice; the position that makes it if none reads it."""
         return self._last_read.get(storage, self.made_at[storage])
 
     def is_pinned(self, storage: int, position: int) -> bool:
-        """Whether a view that the backward made holds a storage beyond a position."""
+        """Whether a view made by the backward holds a storage beyond a position."""
         return any(first <= position < last for first, last in self.pins.get(storage, ()))
 
     def recompute(self, storage: int, live: set[int], waiting: list[int] | None = None) -> Iterator[int]:
-        """Yield the nodes that recompute a choice from live ones; the choices that they make are live from then on.
+        """Yield the nodes that recompute a choice from live ones; add the choices that they make to `live`.
 
         `waiting` receives the choices that wait for the yielded node.
         """
@@ -243,7 +243,7 @@ class Choices:
 
     @cached_property
     def order(self) -> dict[int, int]:
-        """Number the producers as the forward runs them, each after those that it reads from."""
+        """Number the producers in the forward's order, each after the producers of its inputs."""
         live, row = set(self.fixed), list[int]()
         for storage in self.choices:
             if storage not in live:
@@ -252,7 +252,7 @@ class Choices:
 
     @cached_property
     def forward_bytes(self) -> list[int]:
-        """For each forward position, bytes while its node runs if nothing is kept."""
+        """For each forward position, the bytes while its node runs if nothing is kept."""
         values = ((self.made_at[s], self.last_forward_use(s), self.sizes[s]) for s in self.choices)
         return list(map(add, alive_bytes(values, len(self.graph.forward)), self.forward_rest))
 

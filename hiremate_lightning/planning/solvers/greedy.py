@@ -1,9 +1,9 @@
 """Greedy moves on policies: start from segments, evict at the peak until the step fits, keep more while it still fits.
 
-Segments (T. Chen et al., arXiv 1604.06174) are cut here where the fewest bytes cross, for a range of segment counts.
-Evicted at the peak is what frees most bytes for the least recomputation, up to its next use, also repeatedly. Related:
-DTR's heuristic (Kirisame et al., ICLR 2021, arXiv 2006.09616), here with the whole future known. No bound is known on
-how far these are from the best.
+Segments (T. Chen et al., arXiv 1604.06174) are cut where the fewest bytes cross, for a range of segment counts. An
+eviction drops the value at the peak that frees most bytes for the least recomputation, until its next use; a value can
+be evicted several times. Related: DTR's heuristic (Kirisame et al., ICLR 2021, arXiv 2006.09616), which does not know
+the future. There is no bound on how far these moves are from the optimum.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from .choices import ROW, Policy, at_node, crossing_bytes, lives_of
 from .model import Replay, StepModel
 from .timeline import Timeline
 
-LEAST_GAIN_MS = 1e-9  # of a value that is kept in place of being recomputed
-TRIES = 8  # values at a peak: the first that helps is given up
-PER_CHOICES, PER_CANDIDATE = 3, 12  # operations to find the values at a peak: one for 3 choices, 12 for each value
+LEAST_GAIN_MS = 1e-9  # least time that keeping one more value must save
+TRIES = 8  # most values to try at a peak: the first one that helps is evicted
+PER_CHOICES, PER_CANDIDATE = 3, 12  # work of finding the values at a peak: 1 operation per 3 choices, 12 per value
 SEGMENT_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)
 
 Order = Callable[[StepModel, int, set[int]], float]
 
 
 def segment_policies(model: StepModel) -> list[Policy]:
-    """Return a policy for each number of segments, which keeps the values between them, and one that keeps all."""
+    """Return a policy for each number of segments, which keeps the values between segments, and one that keeps all."""
     graph, choices, kept = model.graph, frozenset(model.choices), list[frozenset[int]]()
     lives, length, crossing = lives_of(graph), len(graph.forward), crossing_bytes(graph)
     for count in SEGMENT_COUNTS:
@@ -42,7 +42,7 @@ def segment_policies(model: StepModel) -> list[Policy]:
 
 
 def cheapest(model: StepModel, storage: int, there: set[int]) -> float:
-    """Order by the time of recomputation, from the choices that are kept, for each byte."""
+    """Rank by recompute time per byte, starting from the choices in memory."""
     total_ms, stack, seen = 0.0, [storage], set[int]()
     while stack:
         node = model.producer.get(stack.pop())
@@ -54,7 +54,7 @@ def cheapest(model: StepModel, storage: int, there: set[int]) -> float:
 
 
 def largest(model: StepModel, storage: int, there: set[int]) -> float:
-    """Order by bytes, whatever time it takes."""
+    """Rank by bytes, whatever the recompute time."""
     return -model.sizes[storage]
 
 
@@ -63,7 +63,7 @@ def evict(
 ) -> Iterator[Replay]:
     """Evict values at the peak, one after the other, until the peak is within a limit or the work reaches a deadline.
 
-    Each policy on the way is yielded, the start included; the last one fits where any did.
+    The start and each policy on the way are yielded; if a policy fits, it is the last one.
     """
     current: Replay | None = model.replay(policy)
     for _ in range(4 * len(model.choices)):
@@ -89,13 +89,13 @@ def _lower(model: StepModel, current: Replay, order: Order) -> Replay | None:
 def neighbours(
     model: StepModel, current: Replay, key: Callable[[int], tuple[float, int]] | None = None
 ) -> Iterator[Policy]:
-    """Yield each policy that evicts one more value, whatever its peak is.
+    """Yield each policy that evicts one more value at the peak, whatever its own peak is.
 
-    The values live through the peak unused, and are read after it before they are made again. The key orders them, by
-    default as they are produced.
+    The values live through the peak unused, and are read after it before they are made again. They come in the order of
+    `key`, by default in the order of production.
     """
     timeline, policy = current.timeline, current.policy
-    place, at_peak = -1, set[int]()  # for a peak in the forward: before all keys, and no choices
+    place, at_peak = -1, set[int]()  # a peak in the forward is before all keys and uses no choices
     if current.position >= 0 and current.node in (row := current.rows[current.position]):
         place = (current.position << ROW) + row.index(current.node)
         at_peak = {*model.needs[current.node], *model.makes[current.node]}
@@ -119,7 +119,7 @@ def neighbours(
 
 
 def _around(model: StepModel, timeline: Timeline, storage: int, key: int) -> tuple[int | None, int | None]:
-    """Return the keys at which a choice is read or made last before a key, and first after it."""
+    """Return the last key before `key`, and the first after it, at which a choice is read or made."""
     before, after = list[int](), list[int]()
     for keys in (model.use_keys.get(storage, ()), timeline.touches.get(storage, ())):
         index = bisect_left(keys, key)
@@ -130,9 +130,9 @@ def _around(model: StepModel, timeline: Timeline, storage: int, key: int) -> tup
 
 
 def keep_more(model: StepModel, start: Replay, limit_bytes: int | None, deadline: float) -> Replay:
-    """Keep more values, and drop fewer, as long as the peak stays within the limit; the result is never slower.
+    """Keep more values, and drop fewer, while the peak stays within the limit; the result is never slower.
 
-    Without a limit the peak may not grow, also where keeping something has lowered it.
+    Without a limit, each change must not raise the peak, even if an earlier change lowered it.
     """
     current = start
     for storage, position in sorted(current.policy.drops):
@@ -144,7 +144,7 @@ def keep_more(model: StepModel, start: Replay, limit_bytes: int | None, deadline
     for storage in missing:
         if model.work.is_past(deadline):
             return current
-        if current.timeline.makes.get(storage):  # and not spared since its readers are kept
+        if current.timeline.makes.get(storage):  # still recomputed: its readers may be kept by now
             current = _take_if_better(model, current, limit_bytes, kept=current.policy.kept | {storage})
     return current
 
@@ -157,7 +157,7 @@ def _take_if_better(
 ) -> Replay:
     lazy = model.lazy(replace(current.policy, **changes), current.lazy)
     limit_ms = current.recompute_ms - LEAST_GAIN_MS
-    if lazy.timeline.recompute_ms >= limit_ms:  # whatever its peak
+    if lazy.timeline.recompute_ms >= limit_ms:  # too slow, whatever its peak
         return current
     after = model.replay_lazy(lazy)
     most_bytes = current.peak_bytes if limit_bytes is None else limit_bytes

@@ -1,9 +1,8 @@
-"""The least memory that a heuristic finds: narrow segments, then evictions at the peak as far as they go.
+"""The least memory that a heuristic finds: narrow segments, then evictions at the peak until none helps.
 
-It is the first program of a training step, and the smallest budget that errors name: an upper bound on the true
-minimum, which is NP-hard to find. Times are estimated, since a budget that one run has named as the smallest must be
-enough in the next. `docs/formulation.md` has the steps of the search; it takes about as many replays as there are
-values.
+The first training step runs the schedule found, and errors name its peak as the smallest budget: an upper bound on the
+true minimum, which is NP-hard to find. The search uses estimated times, not measured ones, so that the next run finds
+the same budget. `docs/formulation.md` has its steps; it takes about as many replays as there are values.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from .greedy import cheapest, evict, keep_more, largest, neighbours, segment_pol
 from .model import Replay, StepModel, decisions
 
 STARTS = 3  # segmentations from which evictions start
-AT_BOUND = 0.015  # share of a proven bound by which a peak may exceed it, for fewer starts to be enough
-PATIENCE, DEEP_PATIENCE = 40, 15  # evictions without a smaller peak: from a start, and from each value at a peak
-DEEP_STEPS = 250  # evictions at most from all values at a peak
+AT_BOUND = 0.015  # stop trying starts once a peak exceeds the proven bound by at most this share
+PATIENCE, DEEP_PATIENCE = 40, 15  # most evictions in a row without a smaller peak: from a start, and in `_lower`
+DEEP_STEPS = 250  # most evictions from all values at a peak together
 SEARCH_S, DEEP_S, KEEP_S = 4.0, 8.0, 2.0
-SLACK, FASTER = 0.005, 0.5  # a peak larger by this share is taken where it takes less than this share of the time
+SLACK, FASTER = 0.005, 0.5  # accept a peak larger by the first share if the time is less than the second share
 
 
 def find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int = 0) -> Replay:
-    """Find a policy of small peak, and for that peak of short time, in so many seconds of work.
+    """Find a policy of small peak, and of short recompute time for this peak, within a limit of work.
 
-    The search goes on for seconds while nothing fits the budget.
+    While nothing fits the budget, the search goes on for up to `DEEP_S` seconds.
     """
     smallest = _find_smallest(model.with_times(estimate(model.graph).time_ms), time_limit_s, budget_bytes)
     return model.replay(smallest.policy)
@@ -71,7 +70,7 @@ def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> 
 
 
 def _lower(model: StepModel, start: Replay, deadline: float) -> Replay | None:
-    """Give up one value at the peak after the other, and evict from there until the peak is lower than it was."""
+    """Evict each value at the peak in turn, then more values, until the peak is lower; return None if none helps."""
     steps = 0
     for policy, order in product(neighbours(model, start), (largest, cheapest)):
         low, stalled = None, 0
@@ -101,7 +100,7 @@ def _least(policies: list[Replay]) -> int:
 
 
 def _near(policies: list[Replay], budget_bytes: int) -> list[Replay]:
-    """Return the policies within the slack of the smallest peak, and within the budget where the smallest is."""
+    """Return the policies within the slack of the smallest peak, and within the budget if the smallest is."""
     least = _least(policies)
     limit = int(least * (1 + SLACK))
     if least <= budget_bytes < limit:
@@ -110,10 +109,10 @@ def _near(policies: list[Replay], budget_bytes: int) -> list[Replay]:
 
 
 def smallest_budget(problem: Problem) -> Solution:
-    """Find the smallest peak, whether or not it fits the budget, and for that peak a short time of recomputation.
+    """Find the smallest peak, whether or not it fits the budget, and a short recompute time for this peak.
 
-    The search ends early where a peak fits the budget. For the least peak pass a budget of 0; for no further search
-    pass `UNLIMITED`.
+    The search ends early if a peak fits the budget. A budget of 0 finds the least peak; `UNLIMITED` ends the search at
+    once.
     """
     start = time.monotonic()
     model = StepModel(problem)

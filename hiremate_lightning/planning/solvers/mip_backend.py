@@ -1,9 +1,8 @@
-"""Mixed-integer programs through python-mip: build by rows of numbers, solve with limits, return a typed result.
+"""Mixed-integer programs through python-mip: build them from rows, solve within limits, return a typed result.
 
-The backend is the first of HiGHS and CBC that solves a small program in this process. That a package is installed
-proves nothing: highspy 1.16 is there and has none of the functions that python-mip 2.0 calls. One thread: HiGHS keeps
-one thread count for the life of a process, and these models gain nothing from more. A solve that runs out of time is
-never called infeasible.
+The backend is the first of HiGHS and CBC that solves a small program in this process. An installed package is no proof:
+highspy 1.16 lacks the functions that python-mip 2.0 calls. Solvers use one thread: HiGHS keeps one thread count for the
+life of a process, and these programs gain nothing from more. A solve that runs out of time is never called infeasible.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from .base import SolveOptions, Status, Work
 log = logging.getLogger("hiremate_lightning")
 BACKENDS = ("HIGHS", "CBC")  # python-mip's names, the preferred one first
 UNIT = 2**20  # bytes are scaled to MiB: coefficients near 1 keep the solver exact
-PROGRAM_S, ENTRY_S = 1.5e-3, 4e-6  # to build, presolve and read a program: at least, and for each entry of its rows
-LINEAR_S, LINEAR_ROW_S = 2.5e-6, 4e-9  # an iteration of a linear program: at least, and for each row
-INTEGER_S, INTEGER_ENTRY_S = 2e-4, 1e-8  # the same of an integer program, with cuts and heuristics, for each entry
-QUESTION_S = 2e-5  # from one question of HiGHS to the next, beside iterations
-NODE_ITERATIONS = 100  # of a node, where only nodes can be limited
-MOST_ITERATIONS = 2**31 - 1  # that HiGHS can count
-LEAST_S = 0.1  # work that is done in any case
-INTERRUPT = 6  # HiGHS's number for the question
+PROGRAM_S, ENTRY_S = 1.5e-3, 4e-6  # work to build, presolve and read a program: fixed, and per entry of its rows
+LINEAR_S, LINEAR_ROW_S = 2.5e-6, 4e-9  # work of an iteration of a linear program: fixed, and per row
+INTEGER_S, INTEGER_ENTRY_S = 2e-4, 1e-8  # the same for an integer program, with cuts and heuristics; per entry
+QUESTION_S = 2e-5  # work from one callback of HiGHS to the next, besides iterations
+NODE_ITERATIONS = 100  # iterations of a node, if only nodes can be limited
+MOST_ITERATIONS = 2**31 - 1  # most that HiGHS can count
+LEAST_S = 0.1  # least limit of work, and of the clock
+INTERRUPT = 6  # HiGHS's number of the callback that asks whether to stop
 FUNCTIONS = """
     int Highs_setCallback(void*, void (*)(int, const char*, const void*, void*, void*), void*);
     int Highs_startCallback(void*, const int);
@@ -44,7 +43,7 @@ FUNCTIONS = """
 class LinearProgram:
     """Minimise costs over variables in [lower, upper] under rows.
 
-    A row is its name, its terms as (variable, coefficient), and its lower and upper limit.
+    A row is a tuple: name, terms as (variable, coefficient), lower limit, upper limit.
     """
 
     costs: list[float] = field(default_factory=list)
@@ -64,7 +63,7 @@ class LinearProgram:
         self.rows.append((name, terms, lower, upper))
 
     def with_fixed(self, values: Sequence[float], free: Container[int]) -> LinearProgram:
-        """Return the program with its integer variables fixed at values that fit, except those that stay free."""
+        """Return the program with its integer variables fixed at feasible values, except the free ones."""
         bounds = [
             bound if number in free or not integer else (value, value)
             for number, (bound, integer, value) in enumerate(zip(self.bounds, self.is_integer, values, strict=True))
@@ -75,7 +74,7 @@ class LinearProgram:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a solve ended, FEASIBLE where limits stopped it; and the value of each variable, if any was found."""
+    """How a solve ended (FEASIBLE if a limit stopped it), and the value of each variable if there is a solution."""
 
     status: Status
     values: tuple[float, ...] = ()
@@ -84,19 +83,19 @@ class Result:
 
 
 def backend_name(options: SolveOptions) -> str:
-    """Name the backend that runs: the one asked for, else the first that works in this process."""
+    """Return the backend of the options, else the first one that works in this process."""
     return options.backend or next((name for name in BACKENDS if not failure(name)), BACKENDS[0])
 
 
 @cache
 def failure(backend: str) -> str:
-    """Solve a small program with a backend, once in this process; return why that failed, empty where it worked."""
+    """Solve a small program with a backend, once per process; return why it failed, "" if it worked."""
     program = LinearProgram()
     program.row("two_of_three", [(program.variable(cost), 1.0) for cost in (2.0, 3.0, 5.0)], lower=2.0)
     with _logs_of_python_mip() as logged:
         try:
             result = solve(program, SolveOptions(backend=backend), time_limit_s=10.0)
-        except Exception as error:  # python-mip raises a NameError where the library of CBC is missing
+        except Exception as error:  # python-mip raises a NameError if the library of CBC is missing
             log.debug("%s does not work: %s", backend, logged, exc_info=True)
             return " ".join((logged or [f"{type(error).__name__}: {error}"])[-1].split())
     if result.status is not Status.OPTIMAL or abs(result.objective - 5.0) > 1e-6:
@@ -130,10 +129,10 @@ def solve(
     start: Sequence[float] = (),
     work: Work | None = None,
 ) -> Result:
-    """Solve a program, or its linear relaxation, from a feasible start; return the best found, with its bound.
+    """Solve a program, or its linear relaxation, from a feasible start; return the incumbent and the bound.
 
-    It stops when objective and bound are as close as the gap, or after seconds of work, which a backend may overshoot.
-    Who counts the work has the clock's last word. Values of integer variables are rounded.
+    The solve stops when objective and bound are within the gap, or after `time_limit_s` of work, which a backend may
+    overshoot, or at the clock limit of `work`. Values of integer variables are rounded.
     """
     if not program.costs:  # python-mip would print that there is nothing to optimize
         holds = all(lower <= 0.0 <= upper for _, _, lower, upper in program.rows)
@@ -146,7 +145,7 @@ def solve(
     variables = _add_program(model, program, relax)
     if start and not relax:
         model.start = list(zip(variables, start, strict=True))
-    if relax and backend_name(options) == "CBC":  # without an integer, CBC takes a way that writes to the console
+    if relax and backend_name(options) == "CBC":  # a program without integers makes CBC print
         model.add_var(lb=0.0, ub=0.0, var_type=mip.INTEGER)
     work, meter = work or Work(time_limit_s), SolverMeter(program, relax, time_limit_s)
     status = meter.optimize(model, work.clock_left_s)
@@ -176,7 +175,7 @@ def _read(
         return Result(Status.INFEASIBLE)
     solved = status in (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.FEASIBLE)
     bound = model.objective_bound
-    if relax:  # of a relaxation that was cut short nothing is proven
+    if relax:  # a relaxation that was cut short proves nothing
         bound = model.objective_value if status is mip.OptimizationStatus.OPTIMAL else None
     proven = -math.inf if bound is None or not math.isfinite(bound) else float(bound)
     if not solved:
@@ -193,14 +192,14 @@ def _read(
 
 
 class SolverMeter:
-    """Counts the work of solving one program, and ends it at a limit that no clock knows.
+    """Counts the work of solving one program, and ends the solve at a limit of work, independent of the clock.
 
-    HiGHS asks again and again, at each node and between rounds of cuts, whether to go on. The answer depends on the
-    number of iterations of the simplex method so far, each at a price that depends on the size of the program. A linear
-    program gets a limit of iterations. So a program ends at the same iteration on each machine, loaded or idle. A
-    stretch between two questions can't be ended, the first relaxation of an integer program for example.
+    HiGHS calls back at each node and between rounds of cuts, and asks whether to go on. The answer depends on the
+    simplex iterations so far; the work of an iteration depends on the size of the program. A linear program gets a limit
+    of iterations. So a solve ends at the same iteration on each machine, loaded or idle. It can't end between two
+    callbacks, for example in the first relaxation of an integer program.
 
-    CBC, and a HiGHS that can't be asked, get a limit of nodes. That is the same on each machine too, but coarse.
+    CBC, and a HiGHS without callbacks, get a limit of nodes, which is also the same on each machine, but coarse.
     """
 
     def __init__(self, program: LinearProgram, relax: bool, limit_s: float) -> None:
@@ -213,10 +212,10 @@ class SolverMeter:
         self.work_s, self._questions = self._fixed_s, 0
 
     def optimize(self, model: mip.Model, clock_left_s: float) -> mip.OptimizationStatus:
-        """Solve a program; it ends at the limit of work, or after so many seconds by the clock."""
+        """Solve a program until the limit of work, or for `clock_left_s` by the clock; return python-mip's status."""
         seconds = max(LEAST_S, clock_left_s)
         library = _library() if model.solver_name.upper() == "HIGHS" else None
-        if library is None:  # its work is not known: it counts as the limit where it does not end by itself
+        if library is None:  # unknown work: a solve that is cut short counts as the limit
             nodes = {} if self._is_linear else {"max_nodes": max(1, self.most_iterations() // NODE_ITERATIONS)}
             status = model.optimize(max_seconds=seconds, **nodes)
             if status not in (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.INFEASIBLE):
@@ -229,11 +228,11 @@ class SolverMeter:
             return status
         ask = library.watch(model, self._is_enough)
         status = model.optimize(max_seconds=seconds)
-        del ask  # HiGHS asks no more
+        del ask  # HiGHS calls it no more
         return status
 
     def most_iterations(self) -> int:
-        """Return the iterations that the limit of work is enough for."""
+        """Return the number of iterations that the limit of work allows."""
         return min(max(1, int((self._limit_s - self._fixed_s) / self._iteration_s)), MOST_ITERATIONS)
 
     def _is_enough(self, iterations: int) -> bool:
@@ -243,30 +242,30 @@ class SolverMeter:
 
 
 class Library:
-    """Functions of HiGHS that python-mip does not call, in the library that it has loaded.
+    """Functions of HiGHS that python-mip lacks, in the library that python-mip has loaded.
 
     Raises:
-        AttributeError: If the library, or python-mip, is one that can't be asked.
+        AttributeError: If the library or python-mip has no such function.
         OSError: If the library can't be loaded again.
     """
 
     def __init__(self) -> None:
-        self._ffi = mip.highs.cffi.FFI()  # python-mip needs cffi, and nothing else here does
+        self._ffi = mip.highs.cffi.FFI()  # cffi is installed with python-mip
         self._ffi.cdef(FUNCTIONS)
         self._functions = self._ffi.dlopen(mip.highs.libfile)
         _ = self._functions.Highs_getCallbackDataOutItem, self._functions.Highs_setCallback
 
     def watch(self, model: mip.Model, is_enough: Callable[[int], bool]) -> object:
-        """Ask before each node of a solve, with the iterations so far, whether to end it.
+        """Call `is_enough` before each node of a solve, with the iterations so far; end the solve if it returns true.
 
-        The returned object has to live until the solve has ended.
+        The returned callback must stay alive until the solve has ended.
         """
         highs = self._pointer(model)
 
         def ask(kind: int, message: Any, said: Any, answer: Any, data: Any) -> None:
             count = self._functions.Highs_getCallbackDataOutItem(said, b"mip_total_lp_iterations")
             if is_enough(int(self._ffi.cast("int64_t*", count)[0])):
-                # Not by its answer: python-mip doesn't know the status that this would give.
+                # Set a time limit of 0 instead of answering "stop": python-mip doesn't know the status of that.
                 self._functions.Highs_setDoubleOptionValue(highs, b"time_limit", 0.0)
 
         callback = self._ffi.callback("void(int, const char*, const void*, void*, void*)", ask)
@@ -275,7 +274,7 @@ class Library:
         return callback
 
     def iterations(self, model: mip.Model) -> int:
-        """Return the iterations that solving a linear program took."""
+        """Return the number of simplex iterations of the latest solve of a linear program."""
         count = self._ffi.new("int*")
         self._functions.Highs_getIntInfoValue(self._pointer(model), b"simplex_iteration_count", count)
         return max(0, int(count[0]))

@@ -1,7 +1,7 @@
-"""Replays of policies: their peak, the place of it, their time; and the decisions that they come to.
+"""Replays of policies: a policy's peak, the place of the peak, its recompute time, and its decisions.
 
-`StepModel.replay` takes time in proportion to the difference from a policy that was replayed before. The independent
-simulator has the last word on each plan.
+`StepModel.replay` takes time in proportion to the difference from a policy that was replayed before. Each plan is
+checked by the independent simulator.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Replay:
     position: int  # position of the peak in the backward, or -1 in the forward; `node` is the node there
     node: int
     timeline: Timeline  # the rows, and the choices in memory at each moment
-    # For each backward position, and the end, most bytes while its node runs or values are recomputed for it.
+    # For each backward position, and the end: most bytes while its node runs or values are recomputed for it.
     peaks: np.ndarray
-    lazy: Lazy  # the policy, with its rows before any ran in the forward's order
+    lazy: Lazy  # the policy, with its rows before `replay_lazy` reordered any
 
     @property
     def policy(self) -> Policy:
@@ -46,7 +46,7 @@ class Replay:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Faster first, then smaller."""
+        """Sort key: less recompute time first, then the smaller peak."""
         return self.recompute_ms, self.peak_bytes
 
 
@@ -59,7 +59,7 @@ class StepModel(Choices):
         self._latest: Lazy | None = None
 
     def with_times(self, times_ms: Sequence[float]) -> StepModel:
-        """Return the same step with other times of its nodes; work is counted for both together."""
+        """Return a model of the same step with other times of its nodes; both share one count of work."""
         model = copy(self)
         model._latest = None
         model.cost_ms = {node: max(times_ms[node], LEAST_MS) for node in self.makes}
@@ -67,11 +67,11 @@ class StepModel(Choices):
 
     @cached_property
     def keeping_all(self) -> Lazy:
-        """The policy that keeps everything: other policies are replayed from it where none is nearer."""
+        """The policy that keeps everything: the start of a replay if no other policy is nearer."""
         return keeping_all(self)
 
     def lazy(self, policy: Policy, near: Lazy | None = None) -> Lazy:
-        """Return a policy with its rows, from those of a policy that differs little: by default the latest one."""
+        """Return a policy with its rows, changed from a similar policy: `near`, else the latest or `keeping_all`."""
         before = near or min(
             self.keeping_all, self._latest or self.keeping_all, key=lambda lazy: policy.distance(lazy.policy)
         )
@@ -83,7 +83,7 @@ class StepModel(Choices):
         return self.replay_lazy(self.lazy(policy, near))
 
     def replay_lazy(self, lazy: Lazy) -> Replay:
-        """Return the peak and the time of a policy; the row at the peak runs as the forward does where that is less."""
+        """Return peak and time of a policy; put the row at the peak in the forward's order if that lowers the peak."""
         replay = self._replay(lazy.timeline, lazy)
         while replay.position >= 0 and replay.timeline.row_peaks[replay.position] == replay.peak_bytes:
             rows, position = replay.timeline.rows, replay.position
@@ -126,7 +126,7 @@ class StepModel(Choices):
         return frozenset(live), live_at
 
     def always_there(self, rows: Rows) -> set[int]:
-        """List the forward tensors that live through the turn: on kept, held and resident storages, or on none."""
+        """List forward tensors that need no recomputation: on kept, held and resident storages, or without storage."""
         changed = {position: list(row) for position, row in enumerate(rows) if row}
         blocks = with_rows(self, self.keeping_all.timeline, changed).blocks
         at_turn = {storage for storage, spans in blocks.items() if spans and spans[0][0] < 0}
@@ -136,7 +136,7 @@ class StepModel(Choices):
 
 
 def decisions(model: StepModel, rows: Rows) -> Decisions:
-    """Return the nodes to run before each backward position: the rows of a replay, with nodes that cost nothing."""
+    """Return the nodes to run before each backward position: the rows of a replay, with their views added."""
     graph, lowered = model.graph, list[tuple[int, ...]]()
     on: dict[int | None, list[int]] = {}  # the forward's tensors on each storage
     for tensor, storage in enumerate(model.storage_of):
@@ -152,7 +152,7 @@ def decisions(model: StepModel, rows: Rows) -> Decisions:
                 ensure(graph, tensor, available, before)
             before.append(node)
             made = set(graph.nodes[node].outputs)
-            for storage in {model.storage_of[t] for t in made} - {None}:  # views of earlier values are stale
+            for storage in {model.storage_of[t] for t in made} - {None}:  # views of the earlier values no longer count
                 available.difference_update([t for t in on.get(storage, ()) if t not in made])
             available.update(made)
         for tensor in read:

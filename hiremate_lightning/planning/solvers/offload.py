@@ -1,9 +1,9 @@
-"""Which saved values are offloaded to the host, and when: a second pass over decisions of what to recompute.
+"""Which saved values are offloaded to the host, and when: a second pass over the decisions of a strategy.
 
-A strategy answers the budget first, as it does where nothing may be offloaded. Then it answers a few larger budgets;
-the excess of each, and of plain training, is offloaded, and the fastest is taken where it gains clearly. Which storages
-go is a heuristic, places for them are found whenever there are any. `docs/formulation.md` has the places of copies, and
-the proof of `offload_bound`.
+A strategy first solves for the budget without offloading. Then it solves for a few larger budgets. The excess of each
+of them, and of keeping everything, is offloaded, and the fastest plan wins if it gains more than the gap. A heuristic
+chooses the storages; places for their copies are found if there are any. `docs/formulation.md` has the places of
+copies, and the proof of `offload_bound`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .least_memory import smallest_budget
 from .model import StepModel
 from .turn_point import lower_bound
 
-INTERVALS = 8  # of the bytes that are offloaded, for the bound
-SHARES = (0.25, 0.5, 0.75)  # of the bytes that may be offloaded: the budgets between that are solved
-SOLVES_SHARE, BOUND_SHARE = 0.5, 0.2  # of the time limit, for all of these together and for the bound
-MOST_SHARE = 2.0  # of the time limit that an answer may take, with the proposals of a paper's method
+INTERVALS = 8  # of offloaded bytes, for the bound
+SHARES = (0.25, 0.5, 0.75)  # larger budgets to solve for: shares of the bytes that may be offloaded
+SOLVES_SHARE, BOUND_SHARE = 0.5, 0.2  # of the time limit: for all these solves together, and for the bound
+MOST_SHARE = 2.0  # of the time limit, for a whole answer, proposals of a paper's method included
 
 PROPOSALS: dict[str, Callable[[Problem], Iterator[Decisions]]] = {}
-"""Of a few strategies, by name: their schedules over the budget, in which values are to be offloaded."""
+"""By name of a strategy: a function that yields its schedules above the budget, for offloading."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Decisions to recompute and to offload, none where that does not pay, with their simulation."""
+    """Decisions to recompute and to offload, with their simulation."""
 
     recompute: Decisions
     offloads: tuple[Offload, ...]
@@ -45,16 +45,16 @@ class Choice:
 
     @property
     def extra_ms(self) -> float:
-        """Time of recomputation, and of waits for copies."""
+        """Time of recomputation plus waits for copies."""
         return self.simulation.extra_ms
 
     def instead_of(self, problem: Problem, solution: Solution) -> Solution:
-        """Return a solution with these decisions in place of its own."""
+        """Return a feasible solution with these decisions in place of its own."""
         return with_decisions(problem, replace(solution, status=Status.FEASIBLE), self.recompute, self.offloads)
 
 
 def fastest_choice(problem: Problem, candidates: Iterable[Decisions]) -> Choice | None:
-    """Offload what the budget asks for by each of some decisions; return the fastest, of equals the least offloaded."""
+    """Offload the excess of each candidate; return the fastest choice that fits, of equals the least offloaded."""
     choices: list[Choice] = []
     for recompute in dict.fromkeys(candidates):
         schedule = lower(problem.graph, recompute)
@@ -67,10 +67,10 @@ def fastest_choice(problem: Problem, candidates: Iterable[Decisions]) -> Choice 
 
 
 def least_bytes(problem: Problem, candidates: Iterable[Decisions]) -> int | None:
-    """Return the smallest budget for which `fastest_choice` finds one of some decisions; None where the host is small.
+    """Return the smallest budget for which `fastest_choice` finds a choice; None if the host is too small.
 
-    It is the peak with all storages offloaded that may go, each from its last use to its first; the host must hold them
-    all.
+    It is the peak if all possible storages are offloaded, each between its last forward and its first backward use;
+    the host must hold them all.
     """
     peaks = list[int]()
     for recompute in dict.fromkeys(candidates):
@@ -84,7 +84,7 @@ def least_bytes(problem: Problem, candidates: Iterable[Decisions]) -> int | None
 
 
 def _ways(problem: Problem, schedule: Schedule) -> Iterable[tuple[Offload, ...]]:
-    """Yield ways to fit a schedule into the budget, none where there is none."""
+    """Yield sets of offloads by which a schedule may fit the budget; nothing if no set is enough."""
     kept = simulate(problem.graph, problem.profile, schedule)
     over = np.array([moment.peak_bytes for moment in kept.timeline], dtype=np.int64) - problem.budget_bytes
     if over.max(initial=0) <= 0:
@@ -95,7 +95,7 @@ def _ways(problem: Problem, schedule: Schedule) -> Iterable[tuple[Offload, ...]]
     for rank in (step.covered, step.idle_ms, step.size_bytes):
         chosen = step.choose(rank)
         if chosen is None:
-            return  # by whatever rank, all would be chosen
+            return  # not even all storages are enough, in any order
         names = frozenset(idle.storage for idle in chosen)
         if names not in known:
             known.add(names)
@@ -103,7 +103,7 @@ def _ways(problem: Problem, schedule: Schedule) -> Iterable[tuple[Offload, ...]]
 
 
 class _Step:
-    """A schedule with nothing offloaded, the storages that may be, and the bytes over the budget at each moment."""
+    """A schedule without offloads, the storages that may be offloaded, and the excess at each moment."""
 
     def __init__(self, problem: Problem, kept: Simulation, idle: Sequence[Idle], over: np.ndarray) -> None:
         self.idle, self.over, self.turn = idle, over, kept.turn
@@ -116,21 +116,21 @@ class _Step:
         return slice(idle.last, self.turn + idle.first)
 
     def covered(self, idle: Idle, over: np.ndarray) -> float:
-        """Rank by how much of the excess each byte removes, over all moments."""
+        """Rank by how much excess each byte removes, over all moments."""
         size_bytes = self._sizes[idle.storage]
         return float(np.clip(over[self.window(idle)], 0, size_bytes).sum()) / size_bytes
 
     def idle_ms(self, idle: Idle, over: np.ndarray) -> float:
-        """Rank by how long a storage is idle."""
+        """Rank by the time that a storage is idle."""
         window = self.window(idle)
         return float(self._start_ms[window.stop] - self._start_ms[window.start])
 
     def size_bytes(self, idle: Idle, over: np.ndarray) -> float:
-        """Rank by size: few copies."""
+        """Rank by size, for few copies."""
         return self._sizes[idle.storage]
 
     def choose(self, rank: Callable[[Idle, np.ndarray], float]) -> list[Idle] | None:
-        """Choose storages in order of rank at the moment of the largest excess; None where all are not enough."""
+        """Choose storages in order of rank at the moment of the largest excess; None if all together are not enough."""
         over, chosen = self.over.copy(), dict[int, Idle]()
         while over.max() > 0:
             worst = int(over.argmax())
@@ -142,19 +142,19 @@ class _Step:
             over[self.window(best)] -= self._sizes[best.storage]
         for idle in sorted(chosen.values(), key=lambda i: (-self._sizes[i.storage], i.storage)):
             window, size_bytes = self.window(idle), self._sizes[idle.storage]
-            if over[window].max(initial=-size_bytes) + size_bytes <= 0:  # the others are enough
+            if over[window].max(initial=-size_bytes) + size_bytes <= 0:  # the other storages are enough
                 del chosen[idle.storage]
                 over[window] += size_bytes
         return list(chosen.values())
 
     def place(self, chosen: Sequence[Idle]) -> tuple[Offload, ...]:
-        """Choose the places of each copy. The storage that the backward uses first comes first."""
+        """Choose the places of each copy; return the offloads in the order of their first use in the backward."""
         gone, back = self._gone(chosen), self._back(chosen)
         in_order = sorted(chosen, key=lambda i: (i.first, i.made, i.storage))
         return tuple(Offload(i.storage, i.made, gone[i.storage], back[i.storage]) for i in in_order)
 
     def _gone(self, chosen: Sequence[Idle]) -> dict[int, int]:
-        """Wait for copies out at the end of the call's forward, and earlier only where a moment needs the bytes."""
+        """Return where to wait for each copy out: when the call's forward ends, earlier if a moment needs the bytes."""
         over = np.append(self.over[: self.turn], 0)
         waiting = sorted(chosen, key=lambda i: (i.made, i.storage))
         gone = dict[int, int]()
@@ -167,7 +167,7 @@ class _Step:
         return gone
 
     def _back(self, chosen: Sequence[Idle]) -> dict[int, int]:
-        """Begin copies in as soon as there is room until the first use, in the order of these uses."""
+        """Return where to begin each copy in: as early as its bytes fit from then on, in the order of first uses."""
         over = self.over[self.turn :].copy()
         for idle in chosen:
             over[: idle.first] -= self._sizes[idle.storage]
@@ -182,16 +182,16 @@ class _Step:
 
 
 def offload_bound(model: StepModel, budget_bytes: int, deadline: float) -> float | None:
-    """Bound the extra time of every schedule in which values may be offloaded, within a budget, from below.
+    """Return a lower bound on the extra time, in ms, of every schedule within a budget, offloading included.
 
-    It is in milliseconds, None where no schedule fits. Where a deadline of work cuts it short, it is weaker.
+    It is None if no schedule fits. A deadline of work that cuts the proof short makes the bound weaker.
     """
     link = model.problem.profile.link
     if link is None:
         raise ConfigurationError(
             "Nothing can be offloaded without the speed of copies: give the profile a link (costs.Link)"
         )
-    if budget_bytes < model.least_bytes:  # values that a node reads and makes are on the device while it runs
+    if budget_bytes < model.least_bytes:  # a node's inputs and outputs are on the device while it runs
         return None
     excess, host_bytes = max(0, model.keep_all_bytes - budget_bytes), model.problem.host.size_bytes
     ends = [min(host_bytes, excess) * number // INTERVALS for number in range(INTERVALS + 1)]
@@ -214,7 +214,7 @@ def offload_bound(model: StepModel, budget_bytes: int, deadline: float) -> float
 
 
 def with_offloading(strategy: Strategy) -> Strategy:
-    """Wrap a strategy: where a problem has memory of the host, its answers may have values offloaded."""
+    """Wrap a strategy so that its solutions may offload values if the problem has host memory."""
 
     @wraps(strategy)
     def solve(problem: Problem) -> Solution:
@@ -227,12 +227,12 @@ def with_offloading(strategy: Strategy) -> Strategy:
 
 
 def can_offload(problem: Problem) -> bool:
-    """Whether values may be offloaded at all."""
+    """Whether a problem has host memory and a link to it."""
     return problem.host.size_bytes > 0 and problem.profile.link is not None
 
 
 def least_with_offloads(problem: Problem, smallest: Solution) -> Solution:
-    """Return the solution of least memory of a step, whatever its budget; the given one where offloading gains none."""
+    """Return the solution of least memory with offloads; `smallest`, the one without, if offloading gains nothing."""
     if not can_offload(problem):
         return smallest
     candidates = [keep_all(problem.graph), smallest.recompute]
@@ -244,7 +244,7 @@ def least_with_offloads(problem: Problem, smallest: Solution) -> Solution:
 
 
 class _Improving:
-    """A search for a solution with values offloaded that is faster than a strategy's own without (alone)."""
+    """A search for a solution with offloads that is faster than the strategy's solution without (`alone`)."""
 
     def __init__(self, problem: Problem, strategy: Strategy, alone: Solution) -> None:
         self._problem, self._strategy, self._alone = problem, strategy, alone
@@ -252,7 +252,7 @@ class _Improving:
         self._work_s, self._solve_s = alone.work_s, alone.solve_s
 
     def answer(self) -> Solution:
-        """Return the first answer, or a clearly faster one, with a bound that holds for values offloaded too."""
+        """Return the first solution, or an offloading one that gains more than the gap; the bound covers offloading."""
         limit_s, work = self._problem.options.time_limit_s, self._model.work
         bound_ms = offload_bound(self._model, self._problem.budget_bytes, work.done_s + BOUND_SHARE * limit_s)
         self._work_s += work.done_s
@@ -265,7 +265,7 @@ class _Improving:
         return self._proven(alone, bound_ms)
 
     def _candidates(self) -> Iterator[Decisions]:
-        """Yield decisions that keep more than the budget, and some of whose values are to be offloaded."""
+        """Yield decisions whose excess over the budget is to be offloaded."""
         alone, lower_bytes = self._alone, self._problem.budget_bytes
         yield keep_all(self._problem.graph)
         if alone.is_feasible:
@@ -286,7 +286,7 @@ class _Improving:
                     yield larger.recompute
 
     def _most_bytes(self) -> int:
-        """Return the largest budget whose excess can be offloaded before that costs more than it can save."""
+        """Return the largest budget whose excess can be copied in less time than offloading can save."""
         problem, alone, most_bytes = self._problem, self._alone, self._model.keep_all_bytes
         link, offloaded_bytes = problem.profile.link, problem.host.size_bytes
         assert link is not None, "can_offload has looked"
@@ -298,7 +298,7 @@ class _Improving:
         return min(most_bytes, problem.budget_bytes + offloaded_bytes)
 
     def _proven(self, solution: Solution, bound_ms: float | None) -> Solution:
-        """Return a solution with the bound of all plans, including those with values offloaded."""
+        """Return a solution with the status and the bound that cover all plans, with offloads too."""
         solution = replace(solution, work_s=self._work_s, solve_s=self._solve_s)
         if not solution.is_feasible:
             status = Status.INFEASIBLE if bound_ms is None else Status.NOT_FOUND

@@ -1,8 +1,8 @@
-"""The phased model: a whole step as a mixed-integer program whose memory is checked at a few instants of the backward.
+"""The phased model: a mixed-integer program of the whole step that checks memory at a few instants of the backward.
 
 The instants i_1 < ... < i_q cut the backward into phases 0 to q; phase t ends with the node at instant i_(t+1). All
 variables are 0 or 1: S[t, d], value d is in memory as phase t starts, and R[t, k], node k is recomputed in phase t.
-`docs/formulation.md` has the program, by the numbers in the names of its rows, and why it is a relaxation.
+`docs/formulation.md` has the program, with the row numbers used here, and why it is a relaxation.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from .choices import Policy, Rows, spread
 from .mip_backend import UNIT, LinearProgram
 from .model import Replay, StepModel
 
-EARLY_PARTS = 10  # of the backward: an instant to begin with is in the first of them
-PARTS, MOST_ADDED = 8, 2  # positions checked from one round on: so many, and so far apart
+EARLY_PARTS = 10  # equal parts of the backward; the first check has an instant in the first part
+PARTS, MOST_ADDED = 8, 2  # new checks are at least 1/8 of the backward apart; at most 2 per round
 
 LinearTerms = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Where memory is checked: backward positions, ascending; forward positions; and rows.
+    """Where memory is checked: at backward positions (instants, ascending), forward positions, and rows.
 
-    A row is a position and a node that is recomputed before it; it and the one before are instants.
+    A row is a backward position and a node recomputed before it; the position and the one before it are instants.
     """
 
     instants: tuple[int, ...]
@@ -35,14 +35,14 @@ class Checks:
 
 
 class PhasedProgram:
-    """The program for given checks, with the variables of S[t, d] (held) and R[t, k] (run)."""
+    """The program for some checks; `held` has the variables of S[t, d], `run` those of R[t, k]."""
 
     def __init__(self, model: StepModel, limit_bytes: int, checks: Checks) -> None:
         self.model, self.limit, self.checks = model, limit_bytes, checks
         self.program = LinearProgram()
         self.held: dict[tuple[int, int], int] = {}
         self.run: dict[tuple[int, int], int] = {}
-        self._through: dict[tuple[int, int], int] = {}  # variable of H[d], by those of S[t+1, d] and R[t, p(d)]
+        self._through: dict[tuple[int, int], int] = {}  # variable of H[d], by the variables S[t+1, d] and R[t, p(d)]
         self._starts = (-1, *checks.instants)
         self._collect_needs()
         for phase in range(self.phases):
@@ -58,7 +58,7 @@ class PhasedProgram:
         return len(self.checks.instants) + 1
 
     def _collect_needs(self) -> None:
-        """Find the choices that each phase reads, and those that it, later phases or recomputation may read."""
+        """List the choices that each phase reads, and those that it or later phases read, recomputation included."""
         model, ends = self.model, [*self.checks.instants, len(self.model.reads)]
         self._read: list[list[int]] = [[] for _ in ends]
         phase_of = [0] * (len(model.reads) + 1)
@@ -88,7 +88,7 @@ class PhasedProgram:
         return [*terms, (self.run[phase, node], 1.0)] if (phase, node) in self.run else terms
 
     def _add_presence(self, phase: int) -> None:
-        """(1), (2) and (3): what is read in a phase, what a recomputed node reads, and what stays is there.
+        """(1), (2) and (3): what a phase reads, what a recomputed node reads, and what stays held is in memory.
 
         (1) S[t, d] + R[t, p(d)] >= 1;  (2) ... >= R[t, k] for d in in(k);  (3) ... >= S[t+1, d].
         """
@@ -120,10 +120,10 @@ class PhasedProgram:
             self.program.row(f"5_{position}", terms, upper=(self.limit - model.forward_rest[position] - alive) / UNIT)
 
     def _add_row_memory(self) -> None:
-        """(9): memory in phase t, which holds one position, i, while k is recomputed in it.
+        """(9): memory in phase t, whose only position is i, while node k is recomputed.
 
-        It holds what k reads and makes, and what is held through the phase (H[d]), in whatever order values are
-        recomputed. L[i] are bytes that no decision changes just before i.
+        In memory are the inputs and outputs of k, and the values held through the phase (H[d]), for any order of
+        recomputation. L[i] is the bytes that no decision changes just before i.
 
             H[d] >= S[t+1, d] - R[t, p(d)]
             sum_(d in in(k) or made by k) m_d R[t, k] + sum_(other d) m_d H[d] + w_k R[t, k] + L[i] <= B
@@ -143,7 +143,7 @@ class PhasedProgram:
             self.program.row(f"9_{position}_{node}", list(terms.items()), upper=limit)
 
     def _held_through(self, phase: int, storage: int) -> int | None:
-        """Return H[d]: S[t+1, d] where d is not recomputed in the phase, None where d is not needed after it."""
+        """Return H[d]: the variable S[t+1, d] if the phase can't recompute d; None if d is not needed after it."""
         held, run = self.held.get((phase + 1, storage)), self.run.get((phase, self.model.producer.get(storage, -1)))
         if held is None or run is None:
             return held
@@ -155,7 +155,7 @@ class PhasedProgram:
     # ---------------------------------------------------------------- from and to policies
 
     def policy(self, values: Sequence[float], threshold: float = 0.5) -> Policy:
-        """Read a solution: the values kept, those dropped after an instant, those made for a later phase."""
+        """Return the policy of a solution: values kept, dropped after an instant, or recomputed early."""
         model, last = self.model, self.phases - 1
         is_held = {key: values[variable] >= threshold for key, variable in self.held.items()}
         kept = {s for s in model.choices if s in model.fixed or is_held.get((0, s))}
@@ -169,7 +169,7 @@ class PhasedProgram:
         return Policy(frozenset(kept), frozenset(drops), frozenset(early))
 
     def start(self, rows: Rows) -> list[float]:
-        """Return the values of a schedule's variables, to start the solver from."""
+        """Return the values of all variables for a schedule, as a start for the solver."""
         turn, at = self.model.live_at(rows, self.checks.instants)
         live = [turn, *(at[instant] for instant in self.checks.instants)]
         values = [0.0] * len(self.program.costs)
@@ -186,14 +186,14 @@ class PhasedProgram:
 
 
 def first_checks(model: StepModel) -> Checks:
-    """Choose the instants to begin with: the largest need of the early backward, and the largest of all."""
+    """Choose the first instants: the largest need of the early backward, and the largest need of all."""
     return Checks(tuple(sorted({*model.neediest(EARLY_PARTS)[:1], *model.neediest(1)})))
 
 
 def add_checks(checks: Checks, model: StepModel, replay: Replay, limit_bytes: int) -> Checks:
-    """Add checks where a replay passes the limit: at the worst position, and at another one far from it.
+    """Add checks where a replay exceeds the limit: at the worst position, and at another one far from it.
 
-    The program stays a relaxation. The checks are the same where no more of them keep it one.
+    The program stays a relaxation. The checks are returned unchanged if no further check would keep it a relaxation.
     """
     forward = replay.timeline.forward_bytes
     if forward.max(initial=-1) > limit_bytes:
@@ -210,7 +210,7 @@ def add_checks(checks: Checks, model: StepModel, replay: Replay, limit_bytes: in
 
 
 def _check_at(position: int, checks: Checks, model: StepModel, replay: Replay, limit_bytes: int) -> Checks:
-    """Check the node at a position; where recomputing before it exceeds the limit, the positions around, then that."""
+    """Add one check at a position; a row above the limit needs both instants around it before its nodes."""
     if replay.timeline.row_peaks[position] <= limit_bytes:
         return replace(checks, instants=tuple(sorted({*checks.instants, position})))
     for instant in (min(position, len(model.reads) - 1), max(0, position - 1)):

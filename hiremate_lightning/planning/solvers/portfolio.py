@@ -1,8 +1,8 @@
-"""The portfolio: the refined phased model, with cheaper ways as a net below it; the default.
+"""The portfolio, the default strategy: cheap heuristics first, then the refined phased model.
 
-A schedule is at hand after the roundings and segmentations, within a second on thousands of nodes. Where none of them
-fits, the least memory is found for one to start from. The phased model then improves it until a proof or the time
-limit; what is left of the time is for keeping more.
+Roundings and segmentations give a schedule within a second on thousands of nodes. If none of them fits, the search for
+the least memory gives a start. The phased model then improves it until a proof or the time limit; the time left is for
+keeping more values.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from .refine import refine
 from .search import Search, strategy, try_segments
 from .turn_point import prove, roundings
 
-CLOSE = 0.02  # of the step's time: a start so near the bound needs no other
-QUICK_SHARE = 0.15  # of the time limit: for each kind of schedules to start from
-SMALLEST_SHARE = 0.4  # of the time that is left: for the least memory
-REFINE_SHARE = 0.85  # of the time limit, where no proof ends it earlier
+CLOSE = 0.02  # share of the step's time: a start this near to the bound is good enough
+QUICK_SHARE = 0.15  # of the time left, for each kind of start
+SMALLEST_SHARE = 0.4  # of the time left, for the least memory
+REFINE_SHARE = 0.85  # of the time limit, up to which `refine` may run
 
 
 @strategy("portfolio", needs_programs=True)
 def portfolio(search: Search) -> None:
-    """Refine the phased model from the best start at hand; the best of all by replay."""
+    """Find starts by cheap heuristics, then refine the phased model from the best one."""
     model = search.model
     if not prove(search):
         return

@@ -1,8 +1,8 @@
-"""The phased model refined until its own solution fits, and improved in large neighbourhoods in between.
+"""The phased model, refined until its own solution fits; large neighbourhoods improve the incumbent in between.
 
-Each round solves the program and replays its solution. Where that passes the budget, memory is checked there from then
-on; where it fits, it is the best schedule, up to the gap of the solve. A *neighbourhood* leaves most decisions of the
-best schedule as they are, and solves for the others in tenths of a second (`docs/formulation.md`). Sources: Shaw,
+Each round solves the program and replays its solution. If the replay exceeds the budget somewhere, later rounds check
+memory there; if it fits, it is optimal up to the gap of the solve. A *neighbourhood* fixes most decisions of the
+incumbent, and solves for the others in tenths of a second (`docs/formulation.md`). Sources: Shaw,
 "Using Constraint Programming and Local Search Methods to Solve Vehicle Routing Problems", CP 1998; Danna, Rothberg, Le
 Pape, "Exploring relaxation induced neighborhoods to improve MIP solutions", Mathematical Programming 102, 2005.
 """
@@ -19,15 +19,15 @@ from .phases import Checks, PhasedProgram, add_checks, first_checks
 from .search import Search
 
 ROUNDS = 40
-SHARE_OF_ROUND = 0.3  # of the time left: the most that one solve may take
-SHARE_BESIDE_IMPROVING = 0.15  # the same, where neighbourhoods take turns with the rounds
-ALONE_SHARE = 0.45  # of the time limit: with less left, rounds alone take too long
-IMPROVING_SHARE = 0.8  # of the time left
-TURN_S = 0.5  # the most that one neighbourhood may take; more where nothing is found
-SHARE, LEAST_SHARE, GROWTH = 0.2, 0.05, 1.2  # of the values that are free; it grows where they were solved for in time
-REPAIRED_EXCESS, REPAIR_S = 0.05, 0.3  # a solution that passes the limit by so little is repaired
-PIECES = 40  # of the forward
-PATIENCE = 4  # rounds of all kinds without more gain than the gap at which solving stops
+SHARE_OF_ROUND = 0.3  # of the time left, for one round at most
+SHARE_BESIDE_IMPROVING = 0.15  # the same, if neighbourhoods take turns with the rounds
+ALONE_SHARE = 0.45  # of the time limit: with less left, neighbourhoods run between all rounds
+IMPROVING_SHARE = 0.8  # of the time left, for neighbourhoods
+TURN_S = 0.5  # first limit of one neighbourhood; it grows if nothing is gained
+SHARE, LEAST_SHARE, GROWTH = 0.2, 0.05, 1.2  # of the values that are free; grows after a solve in time
+REPAIRED_EXCESS, REPAIR_S = 0.05, 0.3  # repair a solution at most 5% above the limit
+PIECES = 40  # number of pieces of the forward in `_pieces`
+PATIENCE = 4  # rounds of all three neighbourhoods in a row that gain less than the gap
 Restriction = Callable[[PhasedProgram], None]
 
 
@@ -38,10 +38,10 @@ def refine(
     has_neighbourhoods: bool = False,
     reserve_s: float = 0.0,
 ) -> None:
-    """Run rounds until proof, time limit, or no more places to check, for a search to receive the solutions.
+    """Run rounds until a proof, the time limit, or no more places to check; offer the solutions to the search.
 
-    The first round checks memory in few places by default. `restrict` adds rows to each program, whose bounds are not
-    taken then. Neighbourhoods improve the best schedule between rounds that take long. Seconds of work may be reserved.
+    By default the first round checks memory in two places. `restrict` adds rows to each program; its bounds then don't
+    count. Neighbourhoods improve the incumbent between long rounds. `reserve_s` of work is left at the end.
     """
     checks = checks or first_checks(search.model)
     neighbourhoods = Neighbourhoods(search)
@@ -62,7 +62,7 @@ def refine(
         elif is_cut and has_neighbourhoods:
             share = min(1.0, 2 * share)
         else:
-            share = 1.0  # enough is checked: where the solve was cut short, the rest of the time is for its proof
+            share = 1.0  # enough is checked: one more solve, with all of the time left, for the proof
         left = search.left_s() - reserve_s
         is_late = left < ALONE_SHARE * search.problem.options.time_limit_s
         if has_neighbourhoods and search.best is not None and (is_cut or is_late or is_all_checked):
@@ -74,12 +74,12 @@ def refine(
 def _round(
     search: Search, checks: Checks, restrict: Restriction | None, seconds: float
 ) -> tuple[Result, Replay | None]:
-    """Solve once, take the bound, offer the solution; return its replay, where there is one."""
+    """Solve once, store the bound, offer the solution; return the result, and the replay if there is a solution."""
     program = PhasedProgram(search.model, search.limit, checks)
     start = program.start(search.best.rows) if search.best is not None else ()
     if restrict is not None:
         restrict(program)
-        start = ()  # the best found so far need not obey the restriction
+        start = ()  # the incumbent need not obey the restriction
     options, work = search.problem.options, search.model.work
     result = solve(program.program, options, seconds, absolute_gap=search.problem.gap_ms, start=start, work=work)
     if restrict is None:
@@ -93,7 +93,7 @@ def _round(
 
 
 class Neighbourhoods:
-    """The neighbourhoods of the best schedule, in a program that grows with the places where memory is checked."""
+    """The neighbourhoods of the incumbent, in a program that grows with the places where memory is checked."""
 
     def __init__(self, search: Search) -> None:
         self._search, self._draw, self._share = search, random.Random(0), SHARE
@@ -101,9 +101,9 @@ class Neighbourhoods:
         self._turn_s = TURN_S
 
     def improve(self, checks: Checks, deadline: float) -> None:
-        """Improve the best schedule, which must exist, until a deadline of work or until little is gained.
+        """Improve the incumbent, which must exist, until a deadline of work or until little is gained.
 
-        The checks are those of the first time; more are added as needed, and stay.
+        `checks` count in the first call only; later checks are added as needed, and stay.
         """
         if self._checks is None:
             self._check(checks)
@@ -134,7 +134,7 @@ class Neighbourhoods:
         self._relaxed = solve(program, options, search.left_s(), relax=True, work=work).values
 
     def _solve(self, find: Callable[[Sequence[float]], Iterator[int]], seconds: float) -> Result:
-        """Solve for one neighbourhood and take the solution."""
+        """Solve for one neighbourhood and offer the solution."""
         search = self._search
         assert search.best is not None
         start = self._phased.start(search.best.rows)
@@ -143,7 +143,7 @@ class Neighbourhoods:
         result = solve(part, options, seconds, absolute_gap=search.problem.gap_ms / 4, start=start, work=work)
         if result.values and result.objective < self._best_ms:
             replay = search.take(self._phased.policy(result.values), REPAIRED_EXCESS, work.done_s + REPAIR_S)
-            if replay.peak_bytes > search.limit:  # memory is checked there from now on
+            if replay.peak_bytes > search.limit:  # check memory there from now on
                 checks = add_checks(self._phased.checks, search.model, replay, search.limit)
                 if checks != self._checks:
                     self._check(checks)
@@ -152,19 +152,19 @@ class Neighbourhoods:
     # ---------------------------------------------------------------- which variables are free
 
     def _differing(self, start: Sequence[float]) -> Iterator[int]:
-        """Free the variables that have other values in the relaxation."""
+        """Free the variables whose value differs from the relaxation."""
         if self._relaxed:
             yield from (v for v, value in enumerate(start) if abs(self._relaxed[v] - value) > 1e-6)
 
     def _stretch(self, _: Sequence[float]) -> Iterator[int]:
-        """Free the values made in a stretch of the forward, drawn at random."""
+        """Free the values made in one random stretch of the forward."""
         count = len(self._search.model.graph.forward)
         length = int(self._share * count)
         first = self._draw.randrange(-length // 2, count - length // 2)
         return self._made_in(range(first, first + length))
 
     def _pieces(self, _: Sequence[float]) -> Iterator[int]:
-        """Free the values made in pieces of the forward drawn at random."""
+        """Free the values made in random pieces of the forward."""
         count = len(self._search.model.graph.forward)
         length = max(1, count // PIECES)
         chosen = (first for first in range(0, count, length) if self._draw.random() < self._share)

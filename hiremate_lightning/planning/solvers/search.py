@@ -1,9 +1,9 @@
-"""A search: the best schedule so far within a budget, which every strategy collects, improves and answers with.
+"""A search: every strategy offers schedules to it; it keeps the best one within the budget and returns the solution.
 
-A *method* of a paper is a generator of policies. Each policy is replayed, and offered where it fits the budget. Where
-none fits, the nearest ones are repaired: values are evicted at the peak until they do. The best is filled up: it keeps
-more values for as long as that fits. The solution names the method's own schedule beside the final one, and says in one
-line where the method could not serve a step, and which substitute it took.
+A *method* of a paper is a generator of policies. Each policy is replayed, and offered if it fits the budget. If none
+fits, those of the smallest peaks are *repaired*: values are evicted at the peak until they fit. The best policy is
+*filled up*: it keeps more values while it still fits. The solution has the time and peak of the method's own schedule
+beside the final one, and a note if the method could not handle the step.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from .choices import Policy
 from .greedy import evict, keep_more, segment_policies
 from .model import Replay, StepModel, decisions
 
-PROPOSING_SHARE = 0.6  # of the time limit; the rest is for repairs, or to fill up
-REPAIR_SHARE = 0.5  # of the time left then, for each policy that is repaired
-FILL_SHARE = 0.8  # of the time left in the end
-MOST_REPAIRED = 4  # policies, those of the smallest peak
+PROPOSING_SHARE = 0.6  # of the time limit, for the method's proposals; the rest is for repairs and filling up
+REPAIR_SHARE = 0.5  # of the time left after the proposals, for each policy to repair
+FILL_SHARE = 0.8  # of the time left at the end, for filling up
+MOST_REPAIRED = 4  # policies to repair: those of the smallest peaks
 
 
 @dataclass
 class Search:
-    """Collects the best policy within a budget, and the best proven bound."""
+    """Holds the incumbent, the best policy within a budget, and the best proven bound."""
 
-    problem: Problem  # the problem
+    problem: Problem  # the problem to solve
     best: Replay | None = None  # the fastest policy found that fits
     bound_ms: float = 0.0  # proven lower bound on the recompute time
     is_infeasible: bool = False  # proven: no schedule fits
-    proposed: Replay | None = None  # the best schedule of a method's own, see `Solution`
-    notes: list[str] = field(default_factory=list)  # what the method could not serve, and the substitute that it took
-    model: StepModel = field(init=False)  # the storages of the problem, and their replay
+    proposed: Replay | None = None  # the method's own best schedule, see `Solution.proposed_ms`
+    notes: list[str] = field(default_factory=list)  # what the method could not do, and what it did instead
+    model: StepModel = field(init=False)  # the choices of the problem, and their replays
 
     def __post_init__(self) -> None:
-        self._start = time.monotonic()  # only reports read it
+        self._start = time.monotonic()  # only reports use the clock
         self.model = StepModel(self.problem)
 
     @property
@@ -52,17 +52,17 @@ class Search:
         return self.model.work.left_s(self.problem.options.time_limit_s)
 
     def within(self, share: float) -> float:
-        """Return the seconds of work at which a share of the remaining work will be done."""
+        """Return the deadline, in seconds of work, at which a share of the remaining work is done."""
         return self.model.work.done_s + share * self.left_s()
 
     def offer(self, candidate: Replay) -> None:
-        """Take a policy if it fits and is better."""
+        """Make a policy the incumbent if it fits and is better."""
         if candidate.peak_bytes <= self.limit and (self.best is None or candidate.rank < self.best.rank):
             self.best = candidate
             self._tell()
 
     def fill(self, start: Replay, deadline: float) -> None:
-        """Keep more of a policy that fits, and offer it."""
+        """Keep more values of a policy that fits, and offer the result."""
         self.offer(keep_more(self.model, start, self.limit, deadline))
 
     def repair(self, policy: Policy, deadline: float) -> None:
@@ -70,12 +70,12 @@ class Search:
         last = None
         for last in evict(self.model, policy, self.limit, deadline):
             if self.best is not None and last.recompute_ms > 1.5 * self.best.recompute_ms:
-                return  # evictions only add time; filling up rarely wins back a third
+                return  # evictions only add time, and filling up rarely wins back a third
         if last is not None and last.peak_bytes <= self.limit:
             self.fill(last, deadline)
 
     def take(self, policy: Policy, repaired_excess: float, deadline: float) -> Replay:
-        """Offer a policy, or repair it where it passes the budget by a small share; return its replay."""
+        """Offer a policy; repair it if it exceeds the budget by at most a share; return its replay."""
         replayed = self.model.replay(policy)
         self.offer(replayed)
         if self.limit < replayed.peak_bytes <= (1 + repaired_excess) * self.limit:
@@ -83,7 +83,7 @@ class Search:
         return replayed
 
     def raise_bound(self, bound_ms: float) -> None:
-        """Take a proven bound if it is better."""
+        """Store a proven bound if it is higher than the present one."""
         if bound_ms > self.bound_ms:
             self.bound_ms = bound_ms
             self._tell()
@@ -94,13 +94,13 @@ class Search:
 
     @property
     def is_done(self) -> bool:
-        """Whether the search is over: the best is proven up to the gap, or it is proven that nothing fits."""
+        """Whether the search is over: the incumbent is proven within the gap, or it is proven that nothing fits."""
         if self.is_infeasible:
             return True
         return self.best is not None and self.best.recompute_ms <= self.bound_ms + self.problem.gap_ms
 
     def answer(self, name: str) -> Solution:
-        """Return the solution, with the time and the peak that the independent simulator finds."""
+        """Return the solution, with time and peak from the independent simulator."""
         stopped_by = "time limit" if self.left_s() <= 0 else "end of the search"
         if self.is_done:
             stopped_by = "proof"
@@ -127,9 +127,9 @@ Find = TypeVar("Find", bound=Callable[[Search], Iterator[Policy] | None])
 
 
 def strategy(name: str, needs_programs: bool = False) -> Callable[[Find], Find]:
-    """Register what finds schedules as a strategy; where everything fits, it is not asked.
+    """Register a function as a strategy; it is not called if keeping everything fits.
 
-    It may offer them to the search, or, as the method of a paper does, yield policies, which are carried out here.
+    The function offers schedules to the search or, as the method of a paper does, yields policies to replay.
     """
 
     def add(find: Find) -> Find:
@@ -154,14 +154,14 @@ def strategy(name: str, needs_programs: bool = False) -> Callable[[Find], Find]:
 
 @strategy("none")
 def none(search: Search) -> None:
-    """Keep everything, as plain training does; where the budget does not allow that, nothing is found."""
+    """Find nothing: `strategy` keeps everything, as eager training does, if that fits the budget."""
 
 
 # ---------------------------------------------------------------- segments
 
 
 def try_segments(search: Search, deadline: float) -> None:
-    """Fill up the fastest segmentations that fit, or evict from the smallest one."""
+    """Fill up the two fastest segmentations that fit; if none fits, repair the one of the smallest peak."""
     replayed = sorted(map(search.model.replay, segment_policies(search.model)), key=lambda r: r.rank)
     fitting = [r for r in replayed if r.peak_bytes <= search.limit]
     if not fitting:
@@ -171,7 +171,7 @@ def try_segments(search: Search, deadline: float) -> None:
 
 
 def try_evictions(search: Search, deadline: float) -> None:
-    """Evict from all segmentations; the way to a small peak is not the same for each."""
+    """Repair all segmentations: each start leads to other evictions."""
     for policy in segment_policies(search.model):
         if search.model.work.is_past(deadline) or search.is_done:
             return
@@ -180,7 +180,7 @@ def try_evictions(search: Search, deadline: float) -> None:
 
 @strategy("segments")
 def segments(search: Search) -> None:
-    """Fill up segmentations, then evict from each; needs no mixed-integer programs."""
+    """Fill up segmentations, then repair each; solves no programs."""
     try_segments(search, search.within(0.5))
     try_evictions(search, search.within(1.0))
 
@@ -189,7 +189,7 @@ def segments(search: Search) -> None:
 
 
 def _take(search: Search, proposed: Iterator[Policy]) -> list[Replay]:
-    """Offer each policy, and note the best; return those that pass the budget, the smallest peak first."""
+    """Offer each policy, and store the best in `proposed`; return those above the budget, the smallest peak first."""
     passing, seen, deadline_s = list[Replay](), set[Policy](), (1 - PROPOSING_SHARE) * search.left_s()
     for policy in proposed:
         if policy not in seen:
@@ -207,7 +207,7 @@ def _take(search: Search, proposed: Iterator[Policy]) -> list[Replay]:
 
 
 def _repair(search: Search, passing: list[Replay], name: str) -> None:
-    """Evict from policies until one fits; where none does, take segments."""
+    """Repair policies until one fits; if none does, try segments."""
     for replayed in passing:
         search.repair(replayed.policy, search.within(REPAIR_SHARE))
         if search.best is not None:

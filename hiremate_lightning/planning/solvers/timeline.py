@@ -1,13 +1,13 @@
-"""The rows of a policy, and when the choices of a step are in memory as these rows run.
+"""The rows of a policy, and the spans in which choices are in memory while these rows run.
 
-Each value is recomputed just before its first use that finds it missing. Most policies of a search differ in little
-from one before. So the rows are found from the rows of that one: a choice that is live in one policy alone matters only
-where something reads, makes or drops it, and the walk goes from one such place to the next. Only the values that
-changed rows read and make are laid out again. A replay takes as long as its change is large. The result does not depend
-on what it was laid out from: bytes are whole numbers, and times are added up by row, in the same order each time.
+Each value is recomputed just before the first use that finds it missing. Most policies of a search differ little from
+an earlier one. So a new policy's rows are computed from that policy's rows: a choice that is live in only one of both
+policies matters only where it is read, made or dropped, and a walk goes from one such place to the next. Only values
+that changed rows read or make are laid out again, so the work of a replay is proportional to the change. The result
+does not depend on the earlier policy: bytes are integers, and times are added up by row, always in the same order.
 
-A *block* is a span of keys (`choices`), from the first to the last at which one computation of a value is in memory; it
-begins at -1 where that is kept through the turn.
+A *block* is the span of keys (`choices`) in which one computation of a value is in memory, from the first to the last
+key; it begins at -1 if the value is kept through the turn.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import numpy as np
 
 from .choices import LAST, ROW, Choices, Policy, Rows
 
-EACH, PER_ROWS, PER_CHOICE = 150, 24, 10  # operations of laying out: 150, one for 24 rows, and 10 for each choice
+EACH, PER_ROWS, PER_CHOICE = 150, 24, 10  # operations to lay out: 150, 1 per 24 rows, 10 per choice
 Block = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """The rows of a replay, and the bytes and times that follow from them."""
+    """The rows of a replay, with their bytes and times."""
 
     rows: Rows  # producers recomputed before each backward position, and before the end
     touches: Mapping[int, tuple[int, ...]]  # for each choice, the keys at which rows read or make it, ascending
@@ -41,11 +41,11 @@ class Timeline:
 
     @property
     def recompute_ms(self) -> float:
-        """Time of all that is recomputed, to a picosecond: sums of the same times in another order are equal."""
+        """Total recompute time, rounded to a picosecond, so that sums in another order are equal."""
         return round(float(self.row_ms.sum()), 9)
 
     def row_bytes(self, model: Choices, position: int) -> list[int]:
-        """Return the bytes while each value is recomputed before a backward position: from the node there backward."""
+        """Return the bytes while each node of a row runs; they are counted from the end of the row."""
         row, rest, peaks = self.rows[position], model.live_gradients[position], list[int]()
         live = int(self.node_bytes[position])
         for key in range((position << ROW) + len(row) - 1, (position << ROW) - 1, -1):
@@ -60,7 +60,7 @@ class Timeline:
 
 
 def with_rows(model: Choices, before: Timeline, changed: Mapping[int, list[int]]) -> Timeline:
-    """Lay out a step in which some rows, by position, differ from those of an earlier timeline of it."""
+    """Return the timeline of a step in which the rows at some positions differ from those of an earlier timeline."""
     if not changed:
         return before
     touched = set[int]()
@@ -71,7 +71,7 @@ def with_rows(model: Choices, before: Timeline, changed: Mapping[int, list[int]]
 
 
 def _laid_out(model: Choices, before: Timeline, changed: Mapping[int, list[int]], touched: Collection[int]) -> Timeline:
-    """Lay out some choices anew, among them those of all changed rows."""
+    """Return a timeline with the `touched` choices laid out again; they include those of all changed rows."""
     rows, touches, makes = list(before.rows), dict(before.touches), dict(before.makes)
     blocks, change, row_ms = dict(before.blocks), _Change(model, changed), before.row_ms.copy()
     fresh, made = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)  # keys in the changed rows
@@ -101,7 +101,7 @@ def _laid_out(model: Choices, before: Timeline, changed: Mapping[int, list[int]]
 
 
 def _blocks_of(model: Choices, storage: int, touches: tuple[int, ...], makes: tuple[int, ...]) -> tuple[Block, ...]:
-    """Return the spans of a choice in memory; one that is kept through the turn and retained stays to the end."""
+    """Return the blocks of a choice; the block of a retained choice kept through the turn lasts to the end."""
     uses, is_retained = model.use_keys.get(storage, ()), storage in model.retained
     end_of_all = len(model.reads) << ROW | LAST
     if not (uses or touches):
@@ -112,7 +112,7 @@ def _blocks_of(model: Choices, storage: int, touches: tuple[int, ...], makes: tu
         if key in makes:
             if begin is not None and begin < 0 and is_retained:
                 blocks.append((begin, end_of_all))
-            elif begin is not None:  # views may need the value still
+            elif begin is not None:  # views may still hold the value
                 pins = model.pins.get(storage, ())
                 end = max((until << ROW | LAST for first, until in pins if first < position <= until), default=end)
                 blocks.append((begin, end))
@@ -127,25 +127,25 @@ def _blocks_of(model: Choices, storage: int, touches: tuple[int, ...], makes: tu
 
 
 class _Change:
-    """The change of bytes where blocks change."""
+    """Collects the changes of bytes at positions of backward and forward, from changes of blocks."""
 
     def __init__(self, model: Choices, rows: Iterable[int]) -> None:
         self._model, self.rows = model, set(rows)  # positions whose rows must be counted again
-        # Pairs of a position of the backward, or of the forward, and the bytes that come or go there.
+        # Pairs of a position of the backward (or of the forward) and the change of bytes there.
         self.backward, self.forward = list[tuple[int, int]](), list[tuple[int, int]]()
 
     def replace(self, storage: int, old: tuple[Block, ...], new: tuple[Block, ...]) -> None:
-        """Put the new blocks of a choice in the place of the old ones."""
+        """Add the change of bytes when new blocks of a choice replace the old ones."""
         size = self._model.sizes[storage]
         changes = [(b, -size) for b in old if b not in new] + [(b, size) for b in new if b not in old]
         for (begin, end), size_bytes in changes:
             first, last = begin >> ROW, end >> ROW
-            if begin < 0:  # kept through the turn: in the forward from its last use on
+            if begin < 0:  # kept through the turn: counted in the forward after its last use
                 first = 0
                 self.forward.append((self._model.last_forward_use(storage) + 1, size_bytes))
             else:
                 self.rows.add(first)
-            if end & LAST != LAST:  # within a row: the node after it runs without
+            if end & LAST != LAST:  # ends within a row: not in memory at this position's node
                 self.rows.add(last)
                 last -= 1
             self.backward += (first, size_bytes), (last + 1, -size_bytes)
@@ -169,7 +169,7 @@ class Pairs:
     of: Mapping[int, Sequence[int]]
 
     def toggled(self, pairs: Iterable[tuple[int, int]]) -> Pairs:
-        """Return these pairs with the membership of the given ones toggled."""
+        """Return the symmetric difference with other pairs."""
         at, of = dict[int, set[int]](), dict[int, set[int]]()
         for storage, position in pairs:
             at.setdefault(position, set()).add(storage)
@@ -186,7 +186,7 @@ def _toggled(before: Mapping[int, Sequence[int]], changes: Mapping[int, set[int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lazy:
-    """A policy, its drops of choices that can be dropped, what it recomputes early, and its timeline."""
+    """A policy with its effective drops, its early recomputations, and its timeline."""
 
     policy: Policy
     drops: Pairs
@@ -195,7 +195,7 @@ class Lazy:
 
 
 def keeping_all(model: Choices) -> Lazy:
-    """Lay out the policy that keeps everything."""
+    """Return the policy that keeps everything, laid out."""
     count, nothing = len(model.all_reads), Pairs({}, {})
     empty, forward = np.zeros(count, dtype=np.int64), np.array(model.forward_bytes, dtype=np.int64)
     before = Timeline([[] for _ in range(count)], {}, {}, {}, empty, empty, np.zeros(count), forward)
@@ -204,7 +204,7 @@ def keeping_all(model: Choices) -> Lazy:
 
 
 def lazily(model: Choices, policy: Policy, near: Lazy) -> Lazy:
-    """Lay out a policy from one that differs little."""
+    """Return a policy laid out from a similar one, `near`."""
     dropped = {
         (s, p) for s, p in policy.drops ^ near.policy.drops if s not in model.fixed and not model.is_pinned(s, p)
     }
@@ -219,7 +219,7 @@ def lazily(model: Choices, policy: Policy, near: Lazy) -> Lazy:
 
 
 class _Live(set[int]):
-    """The choices that live before a backward position: those recomputed for it, and those that a walk knows."""
+    """The live choices before a backward position: those recomputed for it, and those that the walk finds live."""
 
     def __init__(self, walk: _Walk, position: int) -> None:
         super().__init__()
@@ -230,19 +230,19 @@ class _Live(set[int]):
 
 
 class _Walk:
-    """A walk through the backward, from one place that may differ to the next.
+    """A walk through the backward, from one place where two policies may differ to the next.
 
-    The rows of the near policy are known; drops and early choices are those of the other one.
+    `near` is the policy with known rows; `drops` and `early` are those of the new policy.
     """
 
     def __init__(self, model: Choices, near: Lazy, drops: Pairs, early: Pairs) -> None:
         self._model, self._near, self._drops, self._early = model, near, drops, early
-        self._changed: dict[int, bool] = {}  # choices that live in one policy alone: whether in the new one
-        self.places: list[tuple[int, int]] = []  # a heap of positions, and the choices to look at there
+        self._changed: dict[int, bool] = {}  # choices that live in only one policy: whether in the new one
+        self.places: list[tuple[int, int]] = []  # a heap of positions, each with a choice to examine there
         self._places_of = [of for of in (model.uses, early.of, drops.of, near.drops.of) if of]
 
     def change(self, storage: int, lives: bool, position: int) -> None:
-        """Note a choice that lives after a position in one policy alone; go on where it is read, made or dropped."""
+        """Store a choice that lives in only one policy after a position; push its next read, production or drop."""
         self._changed[storage] = lives
         nexts = list[int]()
         for places in self._places_of:
@@ -256,7 +256,7 @@ class _Walk:
             heappush(self.places, (min(nexts), storage))
 
     def rows(self) -> dict[int, list[int]]:
-        """Return the rows that differ."""
+        """Return the rows of the new policy that differ, by position."""
         rows = dict[int, list[int]]()
         while self.places:
             position, storage = heappop(self.places)
@@ -273,11 +273,11 @@ class _Walk:
         return rows
 
     def lives(self, storage: int, position: int) -> bool:
-        """Whether a choice lives before anything is recomputed for a position."""
+        """Whether a choice lives in the new policy before anything is recomputed for a position."""
         return self._changed[storage] if storage in self._changed else self._lived(storage, position)
 
     def _lived(self, storage: int, position: int) -> bool:
-        """Whether it lives there in the policy that is known."""
+        """Whether a choice lives there in the near policy."""
         makes, drops = self._near.timeline.makes.get(storage, ()), self._near.drops.of.get(storage, ())
         made = bisect_left(makes, position << ROW) if makes else 0
         dropped = bisect_left(drops, position) if drops else 0
@@ -286,7 +286,7 @@ class _Walk:
         return bool(made) or storage in self._near.policy.kept or storage in self._model.fixed
 
     def _compare(self, position: int, row: list[int], before: list[int], seen: set[int]) -> None:
-        """Note which choices that are made or seen at a position live after it in one policy alone."""
+        """Store by `change` which choices made or seen at a position live after it in only one policy."""
         made = {storage for node in row for storage in self._model.makes[node]}
         made_before = {storage for node in before for storage in self._model.makes[node]}
         for storage in seen | made | made_before:

@@ -1,9 +1,9 @@
 """The turn-point model: which values are kept through the turn, and which nodes run once more.
 
-It is a small mixed-integer program, rows (1) to (3) of `docs/formulation.md`, which ignores when values come and go. So
-its solutions are starts, for replay and repair. Its relaxation, with the bytes of one instant of the backward in (3),
-is a lower bound on the time of every schedule with this order of the backward. Related: the knapsack of PyTorch's
-activation_memory_budget, which stops at (1) to (3); Checkmate, which models every instant.
+It is a small mixed-integer program, rows (1) to (3) of `docs/formulation.md`, which ignores when values are made and
+freed. So its solutions are only starts for replay and repair. Its relaxation, with the bytes of one instant of the
+backward in (3), is a lower bound on the time of every schedule with this order of the backward. Related: the knapsack
+of PyTorch's activation_memory_budget, which has (1) to (3) only; Checkmate, which models every instant.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .search import Search
 LIMITS = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.5, 0.4, 0.3)  # of the bytes that the budget leaves at the turn
 BOUND_INSTANTS = 10
 BOUND_SHARE = 0.2  # of the time left, for the bound
-SAVED_SHARES = (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.0)  # of the bytes of a part of the step: limits of its options
-MS_PER_BYTE = 1e-15  # so that of options of the same time the one that saves least is chosen
+SAVED_SHARES = (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.0)  # limits of options: shares of a part's bytes
+MS_PER_BYTE = 1e-15  # price of a kept byte: of two options of equal time, the one that keeps fewer bytes wins
 
 
 def lower_bound(model: StepModel, limit_bytes: int, deadline: float) -> float | None:
-    """Bound the recompute time of every schedule within a limit from below, in ms; None where no schedule fits.
+    """Return a lower bound on the recompute time of every schedule within a limit, in ms; None if no schedule fits.
 
-    At each of several backward positions, all values that the backward reads from there on are in memory or will be
-    recomputed, and those that its node reads are in memory. Proof by relaxation; the order of the backward and the
-    times of nodes are given. Fewer positions, up to a deadline of work, prove a weaker bound.
+    At a backward position, each value that the backward reads later is in memory or will be recomputed, and the inputs
+    of the node are in memory. The relaxation of this condition bounds the time for the given order of the backward. The
+    best bound of several positions counts; fewer positions, within the deadline of work, prove a weaker bound.
     """
     best, chosen = 0.0, model.neediest(BOUND_INSTANTS)
-    # The start of the backward, the neediest position, and the neediest of each part of the backward.
+    # The neediest position of the first part of the backward, of the whole backward, and of each part.
     for position in dict.fromkeys([*chosen[:1], *model.neediest(1), *chosen]):
         left = model.work.left_s(deadline)
         if left <= 0:
@@ -64,10 +64,10 @@ def keeping_program(
     operands: Sequence[int] = (),
     ms_per_byte: float = 0.0,
 ) -> tuple[LinearProgram, dict[int, int]]:
-    """Build (1) to (3) for some choices, of which the backward reads some; return also the variable of each choice.
+    """Build (1) to (3) for the `chosen` choices, of which the backward reads `used`; return also their variables.
 
-    Other values that recomputing them reads are taken to be in memory. Operands are kept in any case. `ms_per_byte` is
-    added to the objective for each byte that is kept.
+    Other values that recomputation reads count as in memory. `operands` are always kept. The objective has
+    `ms_per_byte` for each byte that is kept.
     """
     program = LinearProgram()
     keep = {s: program.variable(ms_per_byte * model.sizes[s], lower=float(s in operands)) for s in chosen}
@@ -91,9 +91,9 @@ def keeping_program(
 def options_of(
     model: StepModel, inside: Sequence[int], used: Sequence[int], kept: Sequence[int], limit_s: float
 ) -> list[frozenset[int]]:
-    """Solve the program of a part of the step under several limits; return what each solution keeps, each once.
+    """Solve the program of a part of the step under several limits; return the distinct sets of values to keep.
 
-    Of the choices inside, the backward reads those used, and some are kept in any case.
+    The part has the choices `inside`; the backward reads `used`, and `kept` are always kept.
     """
     options = dict[frozenset[int], None]()
     stays = sum(model.sizes[s] for s in kept)
@@ -123,7 +123,7 @@ def roundings(search: Search, deadline: float) -> Iterator[Policy]:
 
 
 def prove(search: Search) -> bool:
-    """Take the bound of the relaxation; return whether a schedule may exist."""
+    """Store the bound of the relaxation in the search; return whether a schedule may exist."""
     bound_ms = lower_bound(search.model, search.limit, search.within(BOUND_SHARE))
     search.is_infeasible = bound_ms is None
     search.raise_bound(bound_ms or 0.0)

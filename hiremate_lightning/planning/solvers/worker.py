@@ -1,8 +1,8 @@
-"""Solving in a process of its own, so that a leak or a crash of a MIP solver does not reach the training.
+"""Solves in a separate process, so that a leak or a crash of a MIP solver does not reach the training.
 
-The process imports neither torch nor the script that is being run. It is started once, answers one question after
-another, and ends with the process that asked. Strategies that are not of this package, and all of them where no process
-can be started, run in place.
+The process imports neither torch nor the user's script. It starts once, answers one question at a time, and ends with
+its parent. Strategies from outside of this package run in this process; so do all strategies if no process can be
+started.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .base import Problem, Solution, Status, Strategy, clock_limit_s, get_strate
 from .offload import MOST_SHARE, with_offloading
 
 log = logging.getLogger("hiremate_lightning")
-GRACE_S = 60.0  # after the clock should have ended a solve it is given up
+GRACE_S = 60.0  # seconds after the clock limit of a solve until the process is killed
 MENDING = "pip install --force-reinstall highsbox"
-READY, PROGRESS, ANSWER, ERROR = range(4)  # kinds of messages from the process
+READY, PROGRESS, ANSWER, ERROR = range(4)  # the kinds of messages from the process
 Progress = Callable[[float, float], None]
 Answer = TypeVar("Answer")
 
 
 class WorkerLostError(Exception):
-    """The process ended, or was ended, before it answered."""
+    """The process ended or was killed before it answered."""
 
 
 class Worker:
@@ -46,26 +46,26 @@ class Worker:
     def __init__(self) -> None:
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self._owner = os.getpid()
-        self.is_ready = False  # it listens from its first message on
+        self.is_ready = False  # whether its first message has arrived
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # an interrupt from the keyboard is for the training
+            start_new_session=True,  # Ctrl-C must reach the training only
         )
 
     @property
     def is_usable(self) -> bool:
-        """Whether it runs, and was started by this process and not by the one that forked it."""
+        """Whether the process runs and is a child of this process, not of a parent that forked."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def solve(self, problem: Problem, name: str, limit_s: float) -> Solution:
-        """Solve a problem there by the strategy of a name; its `progress` is called here.
+        """Solve a problem in the worker by the named strategy; call the problem's `progress` in this process.
 
         Raises:
-            WorkerLostError: If there is no answer within the limit, after which the process is ended.
+            WorkerLostError: If there is no answer within the limit; the process is then killed.
         """
         request = replace(problem, options=replace(problem.options, progress=None))
         solution = self._ask((request, name), limit_s, problem.options.progress)
@@ -73,7 +73,7 @@ class Worker:
         return solution
 
     def failure(self, backend: str) -> str:
-        """Find out why a backend fails there, see `solve`; empty where it works."""
+        """Return why a backend fails in the worker, "" if it works; raises as `solve` does."""
         return str(self._ask(backend, GRACE_S))
 
     def _ask(self, question: Any, limit_s: float, progress: Progress | None = None) -> Any:
@@ -90,7 +90,7 @@ class Worker:
                 self.is_ready = True
                 if kind == PROGRESS and progress is not None:
                     progress(*answer)
-        except BaseException as error:  # Ctrl-C too: an answer still to come would be taken for the next question's
+        except BaseException as error:  # Ctrl-C too: a late answer would be taken for the answer to the next question
             self.close()
             if not isinstance(error, (EOFError, OSError, pickle.UnpicklingError)):
                 raise
@@ -108,7 +108,7 @@ class Worker:
             self._process.kill()
             self._process.wait()
             for stream in (self._process.stdin, self._process.stdout):
-                with suppress(OSError):  # an unsent question has no receiver any more
+                with suppress(OSError):  # closing sends the rest of a question, which nobody reads
                     if stream is not None:
                         stream.close()
 
@@ -119,13 +119,13 @@ _can_start = True
 
 
 def warm_up() -> None:
-    """Start the process, without waiting until it is ready."""
+    """Start the worker, without waiting until it is ready."""
     with _lock:
         _running()
 
 
 def check_strategy(name: str) -> None:
-    """Check that a strategy can run where it will run; warn once where that takes longer than it should.
+    """Check that a strategy can run in the worker; warn if HiGHS does not work and CBC, which is slower, replaces it.
 
     Raises:
         ConfigurationError: If there is no strategy of that name, or if it needs a MIP solver and none works.
@@ -149,12 +149,12 @@ def check_strategy(name: str) -> None:
 
 @cache
 def backend_failures() -> tuple[str, ...]:
-    """Find why MIP solvers fail where problems are solved, in the order of `BACKENDS`, up to the first that works."""
+    """Return why MIP solvers fail in the worker, in the order of `BACKENDS`, up to the first that works."""
     return tuple(takewhile(bool, map(backend_failure, mip_backend.BACKENDS)))
 
 
 def backend_failure(backend: str) -> str:
-    """Find out why a MIP solver fails where problems are solved; empty where it works."""
+    """Return why a MIP solver fails in the worker, "" if it works."""
     try:
         return _apart(lambda worker: worker.failure(backend), lambda: mip_backend.failure(backend))
     except WorkerLostError as error:
@@ -162,7 +162,7 @@ def backend_failure(backend: str) -> str:
 
 
 def apart(name: str) -> Strategy:
-    """Return a strategy that solves in the process of its own.
+    """Return a strategy that solves in the worker.
 
     Raises:
         ConfigurationError: If there is no strategy of that name.
@@ -196,7 +196,7 @@ def _announce(reason: str) -> None:
 
 
 def _apart(ask: Callable[[Worker], Answer], in_place: Callable[[], Answer]) -> Answer:
-    """Ask the process, or find the answer in place where none can be started or listens."""
+    """Ask the worker; compute the answer in this process if no worker can be started."""
     global _can_start
     with _lock:
         worker = _running()
@@ -213,7 +213,7 @@ def _apart(ask: Callable[[Worker], Answer], in_place: Callable[[], Answer]) -> A
 
 
 def _running() -> Worker | None:
-    """Return the process, started anew where it has ended; None where none can be started."""
+    """Return the worker, started again if it has ended; None if none can be started."""
     global _worker
     if not _can_start:
         return None
@@ -233,7 +233,7 @@ def _send(stream: IO[bytes], message: Any) -> None:
 
 
 def _serve() -> None:
-    """Answer questions from the standard input until it ends; the output of solvers goes nowhere."""
+    """Answer questions from standard input until it ends; discard what solvers print."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     _send(answers, (READY,))
@@ -244,13 +244,13 @@ def _serve() -> None:
             return
         try:
             _send(answers, (ANSWER, _answer(question, answers)))
-        except Exception as error:  # whatever it is, the one who asked shall read it
+        except Exception as error:  # any error is reported to the parent
             line = " ".join(str(error).split())
             _send(answers, (ERROR, f"{type(error).__name__}: {line}", traceback.format_exc()))
 
 
 def _answer(question: Any, answers: IO[bytes]) -> Solution | str:
-    """Solve a problem by a strategy, or find out why a backend fails."""
+    """Solve a problem by a strategy, or return why a backend fails, by the question."""
     if isinstance(question, str):
         return mip_backend.failure(question)
     problem, name = question
@@ -262,7 +262,7 @@ def _answer(question: Any, answers: IO[bytes]) -> Solution | str:
 
 
 if __name__ == "__main__":
-    # Under this name the classes here would be others than those that the package imports.
+    # Import by the package's name: the classes of `__main__` differ from those that the package imports.
     from hiremate_lightning.planning import solvers  # noqa: F401  (registers the strategies)
 
     _serve()

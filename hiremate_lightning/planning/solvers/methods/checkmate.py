@@ -5,7 +5,7 @@ Optimal Tensor Rematerialization", MLSys 2020, arXiv 1910.02653. Its two-phase r
 
 Changed: the forward is one stage, values are storages, and the replay finds out when they are freed (a seventh of the
 variables at the same optimum): rows (1) to (5) of `phases` with every position an instant. Beyond a few dozen positions
-no solver closes it; beyond `Thresholds.program_variables` its rounded relaxation, checked at a few instants, is all.
+no solver proves an optimum; beyond `Thresholds.program_variables` only the rounded relaxation, at a few instants, runs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..phases import Checks, PhasedProgram
 from ..refine import refine
 from ..search import Search, strategy
 
-MOST_INSTANTS = 24  # of the relaxation that is rounded
-SLACK = 0.1  # of the budget that the relaxation leaves free, so that its rounding fits
+MOST_INSTANTS = 24  # most instants of the relaxation to round
+SLACK = 0.1  # share of the budget that the relaxation leaves free, so that its rounding fits
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -40,7 +40,7 @@ def propose(search: Search) -> Iterator[Policy]:
 
 @strategy("checkmate_lp", needs_programs=True)
 def rounded(search: Search) -> Iterator[Policy]:
-    """Propose the relaxation rounded at several thresholds, solved with some budget left free."""
+    """Propose the relaxation, solved with some budget left free, rounded at several thresholds."""
     program = PhasedProgram(search.model, int((1 - SLACK) * search.limit), Checks(search.model.neediest(MOST_INSTANTS)))
     left_s = max(1.0, 0.5 * search.left_s())
     result = solve(program.program, search.problem.options, left_s, relax=True, work=search.model.work)

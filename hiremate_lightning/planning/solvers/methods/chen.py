@@ -1,11 +1,11 @@
-"""Chen: segments of equal length, between which only the values that cross from one to the next are kept.
+"""Chen: segments of equal length; only the values that cross from one segment to the next are kept.
 
 Source: T. Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv 1604.06174: sqrt(n)
 segments of n layers, and Algorithm 3, which ends a segment where it has made b bytes, near b = sqrt(x y) with x the
 bytes that are kept and y those of the largest segment.
 
-Changed: a layer is a forward node that allocates, what is kept is all that crosses a cut, and values are recomputed as
-they are needed, not a segment at a time. It knows neither times nor a budget.
+Changed: a layer is a forward node that allocates, all values that cross a cut are kept, and each value is recomputed
+when it is needed, not a segment at a time. The method uses neither times nor a budget.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..model import StepModel
 from ..search import Search, strategy
 
 ROOT_TWO = math.sqrt(2.0)
-SEARCHED = 6  # segment sizes on either side of the best guess
+SEARCHED = 6  # segment sizes to try on either side of the best guess
 
 
 @strategy("chen")

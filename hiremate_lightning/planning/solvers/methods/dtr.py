@@ -1,12 +1,12 @@
-"""DTR: evict as memory runs out, by a heuristic that knows nothing of what comes; recompute what is missing.
+"""DTR: evict when memory runs out, by a heuristic that does not know the future; recompute missing values.
 
 Source: Kirisame, Lyubomirsky, Haan, Brennan, He, Roesch, Chen, Tatlock, "Dynamic Tensor Rematerialization", ICLR 2021,
-arXiv 2006.09616. Where an allocation passes the budget, the value of the least h_DTR goes, see `docs/formulation.md`.
+arXiv 2006.09616. If an allocation exceeds the budget, the value of least h_DTR is evicted, see `docs/formulation.md`.
 
-Changed: it runs on the recorded step with the profiled times, and what it did becomes the schedule. What the forward
-reads later stays, and what nothing will read is freed. A value that would be computed twice before one operation is
-held in between. It can't look ahead: near the smallest budgets it recomputes the same values over and over. Where its
-schedule passes the budget by the replay, it runs again with a smaller one.
+Changed: it runs on the recorded step with the profiled times, and its actions become the schedule. Values that the
+forward reads later stay, and values that nothing will read are freed. A value that would be computed twice before one
+operation is held in between. It can't look ahead: near the smallest budgets it recomputes the same values many times.
+If the replay of its schedule exceeds the budget, it runs again with a smaller working budget.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ..choices import Policy, spread
 from ..model import StepModel
 from ..search import PROPOSING_SHARE, Search, strategy
 
-WORKING_BUDGETS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6)  # of the real one, until a schedule fits
+WORKING_BUDGETS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6)  # of the real budget, in turn until a schedule fits
 LEAST_STALENESS_MS = 1e-6
-SCORED_TIMES = 2  # work of scoring a value, in operations that are gone through
+SCORED_TIMES = 2  # work of scoring a value, in operations of a replay
 
 
 @strategy("dtr")
@@ -37,7 +37,7 @@ def propose(search: Search) -> Iterator[Policy]:
 
 
 class DtrRun:
-    """One step under the heuristic, which evicts at a limit of bytes; a deadline of work ends it."""
+    """One run of the heuristic on a step, with a limit of bytes and a deadline of work."""
 
     def __init__(self, model: StepModel, limit_bytes: int, deadline: float) -> None:
         self._model, self._limit, self._deadline = model, limit_bytes, deadline
@@ -50,7 +50,7 @@ class DtrRun:
         self._drops = set[tuple[int, int]]()
 
     def policy(self) -> Policy | None:
-        """Run it; None where the deadline ends it."""
+        """Run the heuristic; return its policy, None if the deadline ended the run."""
         if not self._forward():
             return None
         kept = set(self.live)
@@ -78,7 +78,7 @@ class DtrRun:
         return True
 
     def _backward(self, position: int) -> None:
-        """Compute the missing choices of a node of the backward, and run it."""
+        """Recompute the missing choices that a backward node reads, and run the node."""
         model = self._model
         reads = model.all_reads[position]
         for storage in reads:
@@ -98,7 +98,7 @@ class DtrRun:
         self._remove(dead)
 
     def _read(self, position: int, node: int, storages: Iterable[int]) -> None:
-        """Advance the clock by the time of a node, and note which choices the node read or made."""
+        """Advance the clock by the time of a node, and store it as the last access of the node's choices."""
         self._model.work.add_operations(1)
         self._clock_ms += self._model.problem.profile.time_ms[node]
         for storage in storages:
@@ -151,7 +151,7 @@ class EvictedNeighbours:
                 self._results[source].append(storage)
 
     def cost_ms(self, storage: int) -> float:
-        """Return c(s), with c of the values in e*(s)."""
+        """Return the time to recompute a choice and the values in e*(s)."""
         if storage not in self._known:
             ways = (lambda s, on=on: self.evicted.intersection(on[s]) for on in (self._sources, self._results))
             near = set[int]().union(*(spread(set(), [storage], way) for way in ways))
@@ -160,7 +160,7 @@ class EvictedNeighbours:
         return self._known[storage]
 
     def change(self, storage: int, is_evicted: bool) -> None:
-        """Note that a choice was evicted, or is back; forget the costs that this changes."""
+        """Store that a choice was evicted or is back; clear the cached costs that this changes."""
         if is_evicted == (storage in self.evicted):
             return
         self.evicted.add(storage)

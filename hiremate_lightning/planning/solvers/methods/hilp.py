@@ -1,12 +1,12 @@
-"""The hierarchical program: options of clusters in the small, merged by the phased model of the whole.
+"""The hierarchical program: small programs give options of clusters, and the phased model chooses among them.
 
 Source: Gusak, Zhao, Le Hellard, Beaumont, Eyraud-Dubois, Shilova et al., "HiRemate: Hierarchical Approach for Efficient
 Re-materialization of Neural Networks", ICML 2025, PMLR 267. `docs/formulation.md` has the programs and the partition.
 
-Changed: an option says which values of a cluster are kept through the turn; it has no peak that could be misjudged,
-since the program on top, the phased model, counts every storage. The partition takes one round, walks regions from the
-inputs, and drops a candidate that would close a cycle. It can't mix two options of one cluster, unless filling up keeps
-more. It may end without a schedule where the budget is small.
+Changed: an option is the set of values of a cluster that are kept through the turn. It needs no estimated peak, since
+the top program, the phased model, counts every storage. The partition takes one round, walks regions from the inputs,
+and drops a candidate that would close a cycle. It can't mix two options of one cluster, except that filling up may keep
+more. It may find no schedule if the budget is small.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..refine import Restriction, refine
 from ..search import Search, strategy, try_segments
 from ..turn_point import options_of, prove
 
-MAX_NODES = 20  # of a cluster; HiRemate's M_l
+MAX_NODES = 20  # most allocating nodes of a cluster; HiRemate's M_l
 ALPHA = 0.5  # exponent of the number of nodes in the score; HiRemate's default
 OPTION_LIMIT_S = 2.0
 RESERVED_SHARE = 0.1  # of the time limit, for segments and to fill up
@@ -34,9 +34,9 @@ Frontier = tuple[frozenset[int], ...]
 
 
 def frontiers(model: StepModel, clusters: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Frontier]]:
-    """Yield of each cluster with values of its own these and its options, the one that saves most first.
+    """Yield the own values and the options of each cluster that has own values, the option that saves most first.
 
-    An option is the values that are kept. Equal clusters are solved once.
+    An option is the set of values that are kept. Equal clusters are solved once.
     """
     solved: dict[str, tuple[tuple[int, ...], ...]] = {}
     for cluster in clusters:
@@ -79,7 +79,7 @@ def restriction(options: Sequence[tuple[list[int], Frontier]]) -> Restriction:
 
 @strategy("hilp", needs_programs=True)
 def propose(search: Search) -> Iterator[Policy]:
-    """Propose the best choice among the options of clusters; say so where segments are faster."""
+    """Propose the best combination of the clusters' options; add a note if segments are faster."""
     if not prove(search):
         return
     options = list(frontiers(search.model, partition(search.model.graph)))
@@ -96,7 +96,7 @@ def propose(search: Search) -> Iterator[Policy]:
 
 
 def structural_key(graph: Graph, nodes: Sequence[int]) -> str:
-    """Hash the work of a set of nodes: operations, scalar arguments, shapes and wiring, but no names and places."""
+    """Hash the work of a set of nodes: operations, scalar arguments, shapes and wiring, without names and places."""
     local: dict[int, int] = {}
     read_back = set(graph.needed)
     digest = hashlib.sha256()
@@ -114,13 +114,13 @@ def structural_key(graph: Graph, nodes: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """What is contracted: at first a node that allocates or joins storages, with its views."""
+    """A group of nodes to contract: at first one node that allocates or joins storages, with its views."""
 
-    parts: tuple[tuple[int, ...], ...]  # the nodes of each group that it was made from
-    positions: tuple[int, ...]  # the positions of all of them
+    parts: tuple[tuple[int, ...], ...]  # the nodes of each group that was joined
+    positions: tuple[int, ...]  # forward positions of all nodes
     size: int  # number of forward nodes that allocate
-    made: frozenset[int]  # storages that it makes
-    read: frozenset[int]  # storages that it reads and does not make
+    made: frozenset[int]  # storages that the group makes
+    read: frozenset[int]  # storages that the group reads and does not make
 
     @classmethod
     def of(cls, groups: Sequence[_Group]) -> _Group:
@@ -134,8 +134,8 @@ class _Group:
 def partition(graph: Graph, max_nodes: int = MAX_NODES) -> list[tuple[int, ...]]:
     """Partition the forward of a step into clusters, in the order of their first nodes.
 
-    A cluster is its forward nodes in their order, at most `max_nodes` of which allocate; views are included. The
-    backward nodes that read what they made belong to it too.
+    A cluster is a tuple of forward nodes in their order, at most `max_nodes` of which allocate, with their views. The
+    backward nodes that read their outputs belong to the cluster too.
     """
     groups = _Contraction(graph, _single_nodes(graph), max_nodes).run()
     return [tuple(sorted(node for part in group.parts for node in part)) for group in groups]
@@ -154,7 +154,7 @@ def _single_nodes(graph: Graph) -> list[_Group]:
             waiting = []
         elif read:
             parts[owner[read[0]]].append(node)
-        else:  # a view of what exists before the step
+        else:  # a view of a storage that exists before the step
             waiting.append(node)
     if waiting:
         parts[-1:] = [[*chain.from_iterable(parts[-1:]), *waiting]]
@@ -182,7 +182,7 @@ class _Contraction:
                 self.readers.setdefault(storage, []).append(i)
 
     def run(self) -> list[_Group]:
-        """Contract; return the groups that are left, in the order of their first nodes."""
+        """Contract groups; return the remaining ones in the order of their first nodes."""
         heap = [self._entry(candidate) for candidate in dict.fromkeys(self._candidates())]
         heapq.heapify(heap)
         while heap:
@@ -256,7 +256,7 @@ class _Contraction:
         return score, min(map(self._first, members)), members
 
     def _is_convex(self, members: tuple[int, ...]) -> bool:
-        """Whether no path leaves the group and comes back, so that contracting it closes no cycle."""
+        """Whether no path leaves the members and comes back: contracting them then closes no cycle."""
         inside, last = set(members), max(max(self.groups[m].positions) for m in members)
         stack = [s for m in members for s in self._successors(m) if s not in inside]
         seen = set(stack)

@@ -1,12 +1,12 @@
 """Hong et al.: the checkpoints of a chain that give the least peak, in linear time.
 
 Source: Hong, Tsai, Wang, Liu, Wu, "GPU Memory Usage Optimization for Backward Propagation in Deep Network Training",
-2025, arXiv 2502.12499. `docs/formulation.md` has the recurrence M(i), derived anew from the objective as the paper
-describes it; its own terms of U may differ.
+2025, arXiv 2502.12499. `docs/formulation.md` has the recurrence M(i), derived here from the paper's objective; the
+paper's own terms of U may differ.
 
 Changed: layers are the links of `chain`, and U(i, j) = max_(i <= l < j) tape_i + ... + tape_l + rest_l. A skip over
-several checkpoints counts in each. What follows the last checkpoint is kept. It knows neither time nor budget, and
-recomputes each value at most once; what the budget leaves is filled up.
+several checkpoints counts in each. Everything after the last checkpoint is kept. The method uses neither times nor a
+budget, and recomputes each value at most once; filling up uses the rest of the budget.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ..chain import ChainBytes, ChainLink, ChainSpan, chains_of, policy_of
 from ..choices import Policy
 from ..search import Search, strategy
 
-LENGTHS = (2000, 100, 50, 24, 12, 6)  # of the chains that are tried
+LENGTHS = (2000, 100, 50, 24, 12, 6)  # lengths of the chains to try
 
 
 def checkpoints(inputs: Sequence[int], tapes: Sequence[int], rests: Sequence[int]) -> tuple[list[int], int]:
-    """Choose the links whose input is kept, so that the peak is least; in linear time.
+    """Choose the links whose input is kept so that the peak is least, in linear time; return them, and the peak M(0).
 
-    Given are the bytes of each link's input, d_i, of what it makes for its backward, and of the gradients and workspace
-    in that. The chosen links ascend from 0; M(0) comes with them.
+    The arguments are bytes by link: its input (d_i), its tape, and gradients and workspace in its backward. The chosen
+    links ascend from 0.
     """
     count = len(inputs)
     ends = list(accumulate(tapes, initial=0))
-    needs = [end + rest for end, rest in zip(ends[1:], rests, strict=True)]  # U(i, j) is their largest, less ends[i]
+    needs = [end + rest for end, rest in zip(ends[1:], rests, strict=True)]  # U(i, j) = max(needs[i:j]) - ends[i]
     least, following = [0] * (count + 1), [count] * (count + 1)
     queue = deque([count])  # candidates j, the nearest first: U rises, M falls
     last, before_last = _Window(needs), _Window(needs)
@@ -55,14 +55,14 @@ def checkpoints(inputs: Sequence[int], tapes: Sequence[int], rests: Sequence[int
 
 
 class _Window:
-    """The largest of some numbers from i to j - 1, where neither i nor j ever rises: in constant time on average."""
+    """The largest of numbers[i:j] in constant time on average, for i and j that never rise from call to call."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers, self._first = numbers, len(numbers)
-        self._rising = deque[int]()  # positions of which none has one before it with as large a number
+        self._rising = deque[int]()  # positions from the first on, each with a larger number than all before it
 
     def largest(self, i: int, j: int) -> int:
-        """Return the largest of them."""
+        """Return max(numbers[i:j])."""
         while self._first > i:
             self._first -= 1
             while self._rising and self._numbers[self._rising[0]] <= self._numbers[self._first]:
@@ -75,7 +75,7 @@ class _Window:
 
 @strategy("min_memory")
 def propose(search: Search) -> Iterator[Policy]:
-    """Propose the checkpoints of least peak, of chains of several lengths."""
+    """Propose the checkpoints of least peak for chains of several lengths."""
     model = search.model
     for chain in chains_of(search, "The programme of Hong et al.", LENGTHS):
         sizes = ChainBytes(model, chain)
@@ -84,7 +84,7 @@ def propose(search: Search) -> Iterator[Policy]:
 
 
 def spans_between(chain: Sequence[ChainLink], chosen: Sequence[int]) -> dict[int, ChainSpan]:
-    """Return the choices that the backward holds: inputs of the checkpoints so far, and all of its present segment."""
+    """Return the choices held in each part of the backward: inputs of earlier checkpoints, and its segment's tapes."""
     spans: dict[int, ChainSpan] = {}
     held = frozenset[int]()
     for first, end in pairwise([*chosen, len(chain)]):

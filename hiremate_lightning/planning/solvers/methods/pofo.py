@@ -1,11 +1,11 @@
-"""POFO: the values that a chain holds, computes again, or offloads to the host, by dynamic programming.
+"""POFO: which values of a chain are held, recomputed, or offloaded to the host, by dynamic programming.
 
 Source: Beaumont, Eyraud-Dubois, Shilova, "Efficient Combination of Rematerialization and Offloading for Training DNNs",
 NeurIPS 2021. It extends Rotor's recurrence in the forward of the step by C_offload, see `docs/formulation.md`.
 
-Changed: the paper's programme knows when transfers end. Here an offloaded byte has a price, from nothing to its time on
-the link; each price gives a schedule, and the second pass (`offload.py`) chooses the places of its copies. Where a
-problem has no memory of the host, it is Rotor.
+Changed: the paper's program knows when transfers end. Here an offloaded byte has a price, from nothing to its time on
+the link; each price gives a schedule, and the second pass (`offload.py`) chooses the places of its copies. For a
+problem without host memory, it is Rotor.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ..search import Search, strategy
 from .rotor import LENGTHS, Table, Tape, Tapes, over_chains, whole_tapes
 
 NAME = "POFO"
-CHAINS = 3  # of Rotor's lengths
-PRICES = (0.0, 0.25, 0.5, 1.0)  # of a byte that is offloaded, in the time that it takes on the link
+CHAINS = 3  # how many of Rotor's lengths to try
+PRICES = (0.0, 0.25, 0.5, 1.0)  # of an offloaded byte, in units of its time on the link
 LIMIT_SHARE = 0.3  # of the time limit, for all of these
 
 
 @strategy("pofo")
 def propose(search: Search) -> Iterator[Policy]:
-    """Propose the persistent schedules of least time for chains, in which all stays on the device."""
+    """Propose the persistent schedules of least time for chains, without offloading."""
     return over_chains(search, NAME, whole_tapes)
 
 
 def schedules(problem: Problem) -> Iterator[Decisions]:
-    """Yield schedules of chains in which values are to be offloaded."""
+    """Yield schedules of chains that need offloading."""
     search = Search(problem)
     deadline = search.within(LIMIT_SHARE)
     for chain in chains_of(search, NAME, LENGTHS[:CHAINS]):
@@ -52,7 +52,7 @@ PROPOSALS["pofo"] = schedules
 
 
 def priced(search: Search, sizes: ChainBytes, price: float) -> Tapes:
-    """Return the options of each link: to hold what backwards read on the device, or offloaded at a price."""
+    """Return the options of each link: hold its backward's inputs on the device, or offload them at a price."""
     link = search.problem.profile.link
     assert link is not None, "where values may be offloaded there is a link"
     tapes = whole_tapes(search, sizes)

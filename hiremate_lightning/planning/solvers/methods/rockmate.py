@@ -1,11 +1,11 @@
-"""Rockmate: options of blocks in the small, Rotor's dynamic programme over the sequence of blocks.
+"""Rockmate: small programs give options of blocks, and Rotor's dynamic program chooses over the sequence of blocks.
 
 Source: Zhao, Le Hellard, Eyraud-Dubois, Gusak, Beaumont, "Rockmate: an Efficient, Fast, Automatic and Generic Tool for
 Re-materialization in PyTorch", ICML 2023, PMLR 202:42018-42045, arXiv 2307.01236. `docs/formulation.md` has the table.
 
-Changed: blocks are the links of `chain`; an option is the turn-point program of a link under a grid of limits on the
-saved bytes only, since the peak of each option is replayed. It can't hold a value of one block for another one, but for
-what the cuts hand on. Networks with long skips make wide cuts.
+Changed: blocks are the links of `chain`. The turn-point program of a link gives an option for each limit on saved
+bytes; there is no limit on peaks, since each option is replayed. A block can't hold a value for another block, except
+values that cross the cuts. Networks with long skips have wide cuts.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..turn_point import options_of
 from .hilp import structural_key
 from .rotor import Tape, Tapes, over_chains
 
-LENGTHS = (24, 12, 40, 6)  # of the chains that are tried
+LENGTHS = (24, 12, 40, 6)  # lengths of the chains to try
 OPTION_SHARE = 0.05  # of the time left, for one program
 
 
 def options_of_blocks(search: Search, sizes: ChainBytes) -> Tapes:
-    """Return the options of each block, those that save most first; equal blocks are solved once."""
+    """Return the options of each block, the ones that save most first; solve equal blocks once."""
     model = search.model
     solved: dict[str, list[tuple[int, ...]]] = {}
     tapes = []
@@ -43,7 +43,7 @@ def options_of_blocks(search: Search, sizes: ChainBytes) -> Tapes:
 
 
 def _measured(model: StepModel, sizes: ChainBytes, number: int, held: frozenset[int]) -> Tape:
-    """Replay an option, all else kept; return its recomputation, and the bytes of the block's part of the backward."""
+    """Replay an option with everything else kept; return its recompute time, and its bytes in the block's backward."""
     link = sizes.chain[number]
     if held.issuperset(link.tape):
         return Tape(held, 0.0, sizes.tape[number] + sizes.rest[number])

@@ -4,10 +4,9 @@ Source: Herrmann, Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, "Optimal chec
 to train deep neural networks with limited memory", 2019, arXiv 1911.13214. `docs/formulation.md` has the recurrence of
 C(s, t)(m), the least time from the input of link s and the gradient of t to the gradient of the input of s.
 
-Changed: stages are the links of `chain`; the forward of the step is not paid for again; bytes of gradients and
-workspace are those of the recorded backward, rounded up to slots. Chains of several lengths are tried, and budgets
-around the real one, since the table knows only the largest need of each link. It can't do better than persistent
-schedules.
+Changed: stages are the links of `chain`; the first forward costs nothing; bytes of gradients and workspace are those of
+the recorded backward, rounded up to slots. Chains of several lengths are tried, and budgets around the real one, since
+the table has only the largest need of each link. It can't do better than persistent schedules.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from ..choices import Policy
 from ..model import StepModel
 from ..search import Search, strategy
 
-LENGTHS = (50, 24, 36, 16, 10, 6)  # of the chains that are tried
-SLOTS = 500  # of memory in the table
-CHOICE_S, SLOT_S = 6e-6, 4e-9  # work to compare a choice with the best so far: at least, and for each slot
-LARGER, SMALLER = (1.06, 1.12, 1.25, 1.5), (0.94, 0.88, 0.8, 0.7)  # working budgets, of the real one
+LENGTHS = (50, 24, 36, 16, 10, 6)  # lengths of the chains to try
+SLOTS = 500  # most slots of memory in the table
+CHOICE_S, SLOT_S = 6e-6, 4e-9  # work to compare a choice with the best so far: fixed, and per slot
+LARGER, SMALLER = (1.06, 1.12, 1.25, 1.5), (0.94, 0.88, 0.8, 0.7)  # working budgets, as shares of the real one
 
 Array = npt.NDArray[np.float64]
 Choices = npt.NDArray[np.int64]
@@ -36,12 +35,12 @@ Choices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """An option of a link: what of its tape is held from its last forward to its backward, and the cost."""
+    """An option of a link: the part of its tape held from its last forward to its backward, and the cost."""
 
     held: frozenset[int]  # choices that are held
-    extra_ms: float  # time to recompute the others
-    need_bytes: int  # most bytes in the link's part of the backward, beside its input
-    # Choices that are offloaded on the host while later links run; only in the forward of the step.
+    extra_ms: float  # time to recompute the other values of the tape
+    need_bytes: int  # most bytes in the link's part of the backward, besides its input
+    # Choices on the host while later links run; only in the first forward.
     offloaded: frozenset[int] = frozenset()
 
 
@@ -49,14 +48,14 @@ Tapes = list[list[Tape]]
 
 
 def whole_tapes(search: Search, sizes: ChainBytes) -> Tapes:
-    """Return the one option that Rotor knows for each link: to hold all that its own backward reads."""
+    """Return Rotor's only option for each link: to hold all values that its backward reads."""
     return [
         [Tape(link.own, 0.0, own + rest)] for link, own, rest in zip(sizes.chain, sizes.own, sizes.rest, strict=True)
     ]
 
 
 class Table:
-    """C(s, t, m) of a chain, and which choice it comes from."""
+    """C(s, t, m) of a chain, and the choices that attain it."""
 
     def __init__(self, model: StepModel, sizes: ChainBytes, tapes: Tapes, budget_bytes: int) -> None:
         self.chain, self.tapes = sizes.chain, tapes
@@ -67,8 +66,8 @@ class Table:
         if budget_bytes > SLOTS * unit:
             unit = -(-budget_bytes // SLOTS)
         self._unit, self._count = unit, max(0, budget_bytes // unit)  # bytes of a slot, and number of slots
-        self.cost: dict[tuple[int, int], Array] = {}  # by s and t, the least time for each number of slots
-        # By s and t, for each number of slots: q to restart from the input of q, -1 - o to hold option o of s.
+        self.cost: dict[tuple[int, int], Array] = {}  # by (s, t): the least time for each number of slots
+        # By (s, t), for each number of slots: q to restart from the input of q, -1 - o to hold option o of s.
         self.choice: dict[tuple[int, int], Choices] = {}
         self._memory = np.arange(self._count + 1)
         for s in reversed(range(len(self.chain))):
@@ -82,7 +81,7 @@ class Table:
         """Fill C(s, t) for each t."""
         chain, own = self.chain, self._sizes
         sweeps, again = own.sweeps(s), [self._run(chain[s], is_last) for is_last in (False, True)]
-        taken = [self._taken(s, link.input) for link in chain[s:]]  # a_q beside the input of s
+        taken = [self._taken(s, link.input) for link in chain[s:]]  # slots of a_q, besides the input of s
         for t in range(s, len(chain)):
             is_forward = t == len(chain) - 1
             cost, choice = np.full(self._count + 1, np.inf), np.zeros(self._count + 1, dtype=np.int64)
@@ -115,14 +114,14 @@ class Table:
         return made + max((model.transient[n] for n in nodes), default=0), _time_ms(model, nodes)
 
     def _take(self, cost: Array, choice: Choices, total: Array, need_bytes: int, number: int) -> None:
-        """Take another choice where it is faster and there are the bytes for it."""
+        """Store a choice for each number of slots at which it is faster and fits; change `cost` and `choice`."""
         self._model.work.add(CHOICE_S + SLOT_S * len(cost))
         better = (total < cost) & (self._memory >= self._slots(need_bytes))
         cost[better] = total[better]
         choice[better] = number
 
     def _with_less(self, s: int, t: int, slots: int) -> Array:
-        """Return C(s, t) with some slots taken."""
+        """Return C(s, t) with fewer slots: entry m is C(s, t)(m - slots), infinite below."""
         shifted = np.full(self._count + 1, np.inf)
         if slots <= self._count:
             shifted[slots:] = self.cost[s, t][: self._count + 1 - slots]
@@ -130,11 +129,11 @@ class Table:
 
     @property
     def least_ms(self) -> float:
-        """The time that the best schedule recomputes, infinite where none fits."""
+        """The recompute time of the best schedule, infinite if none fits."""
         return float(self.cost[0, len(self.chain) - 1][self._count])
 
     def spans(self) -> dict[int, ChainSpan]:
-        """Trace back the values in memory in the backward of each link; none where no schedule fits."""
+        """Trace back the values in memory in the backward of each link; return {} if no schedule fits."""
         spans: list[tuple[int, ChainSpan]] = []
         if not np.isfinite(self.least_ms):
             return {}
@@ -154,11 +153,11 @@ class Table:
                 later = self.chain[choice].input
                 stack.append((s, choice - 1, slots, outer))
                 stack.append((choice, t, slots - self._taken(s, later), here))
-        # Of links that begin together only the first has positions of its own: it comes last, and stays.
+        # Only the first of links that begin together has own positions: sorted last, it overwrites the others.
         return {self.chain[s].begins: span for s, span in sorted(spans, key=itemgetter(0), reverse=True)}
 
     def _taken(self, s: int, held: frozenset[int]) -> int:
-        """Return the slots of held values beside the input of a link."""
+        """Return the slots of held values that are not in the input of a link."""
         return self._slots(self._sizes.of(held - self.chain[s].input))
 
 

@@ -1,12 +1,12 @@
-"""TW-Remat: recompute along a balanced tree of separators, from a tree decomposition of the graph.
+"""TW-Remat: recomputation along a balanced tree of separators, made from a tree decomposition of the graph.
 
 Source: Kumar, Purohit, Svitkina, Vee, Wang, "Efficient Rematerialization for Deep Networks", NeurIPS 2019, whose
 procedure REMAT is in `docs/formulation.md`.
 
-Changed: REMAT is asked for what one node of the backward reads after the other, and the separators on the way to that
-are held. A separator whose values, with those below it, take few bytes is a leaf, computed as a whole; sizes of leaves
-from nothing to everything meet the budget, which the paper doesn't know. What a node reads is made a clique, so that
-one bag has it. It knows no times: it recomputes what lies in another subtree, however long that takes.
+Changed: REMAT computes the inputs of one backward node after the other, and holds the separators on the path to them.
+A separator whose values, with those below it, take few bytes is a leaf, computed as a whole. The paper has no budget;
+here, leaf sizes from nothing to everything are tried to meet one. The inputs of a node form a clique, so that one bag
+has them all. The method ignores times: it recomputes values of another subtree, however long that takes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ..choices import Policy
 from ..model import StepModel
 from ..search import Search, strategy
 
-LEAF_STEPS = 16  # leaf sizes that are tried
-LEAF_FACTOR = 0.7  # from one to the next
-GAPS = (0.1, 0.0)  # parts of the backward without a read below a separator after which it is freed
+LEAF_STEPS = 16  # leaf sizes to try, besides 0
+LEAF_FACTOR = 0.7  # from one leaf size to the next
+GAPS = (0.1, 0.0)  # free a separator after this share of the backward without a read below it
 
 
 @dataclass(frozen=True, slots=True)
 class Separator:
-    """A separator, as part of a balanced tree: those of its values that none above it has, and all below it.
+    """A node of a balanced tree: the values that no separator above has, and all values at or below it.
 
-    `above` is the number of the one above it, -1 at the top.
+    `above` is the number of the separator above, -1 at the top.
     """
 
     above: int
@@ -40,7 +40,7 @@ class Separator:
 
 @strategy("twremat")
 def propose(search: Search) -> Iterator[Policy]:
-    """Propose the schedules of some sizes of leaves, by bisection between those that fit and those that don't."""
+    """Propose schedules of several leaf sizes, by bisection between sizes that fit and sizes that don't."""
     model = search.model
     separators = balanced(*tree_decomposition(neighbours_of(model)))
     total = sum(model.sizes[s] for s in model.choices)
@@ -73,7 +73,7 @@ def neighbours_of(model: StepModel) -> dict[int, set[int]]:
 
 
 def tree_decomposition(near: Mapping[int, set[int]]) -> tuple[list[frozenset[int]], list[int]]:
-    """Eliminate values of least degree one by one; return bags, and for each the later one above it, -1 for none."""
+    """Eliminate values of least degree one by one; return the bags, and for each the later bag above it, or -1."""
     left = {value: set(others) for value, others in near.items()}
     heap = [(len(others), value) for value, others in left.items()]
     heapq.heapify(heap)
@@ -94,7 +94,7 @@ def tree_decomposition(near: Mapping[int, set[int]]) -> tuple[list[frozenset[int
 
 
 def balanced(bags: list[frozenset[int]], above: list[int]) -> list[Separator]:
-    """Balance a tree of bags: below a separator, no tree has more than half of them; those above it come first."""
+    """Balance a tree of bags: a subtree below a separator has at most half of its bags; return the top first."""
     near: list[list[int]] = [[] for _ in bags]
     for bag, other in enumerate(above):
         if other >= 0:
@@ -118,7 +118,7 @@ def balanced(bags: list[frozenset[int]], above: list[int]) -> list[Separator]:
 
 
 def _middle(near: list[list[int]], taken: set[int], first: int) -> int:
-    """Return the bag of a tree whose removal leaves no tree of more than half of it."""
+    """Return the bag of a tree whose removal leaves trees of at most half of the bags."""
     order, parent = [first], {first: -1}
     for bag in order:
         fresh = [other for other in near[bag] if other not in taken and other not in parent]
@@ -137,12 +137,12 @@ def _middle(near: list[list[int]], taken: set[int], first: int) -> int:
 
 
 def spans(model: StepModel, separators: list[Separator], leaf_bytes: float, gap: int = 0) -> dict[int, ChainSpan]:
-    """Return the values held in each part of the backward: the separators on the way to its reads, and its leaf.
+    """Return the values held in each part of the backward: the separators on the path to its reads, and its leaf.
 
-    A leaf is a separator with all of those below it, of at most so many bytes. A separator is freed where nothing below
-    it is read in more positions of the backward than the gap.
+    A leaf is a separator with all values below it, of at most `leaf_bytes`. A separator is freed if nothing below it is
+    read for more than `gap` positions of the backward.
     """
-    own, is_in_leaf = list[frozenset[int]](), list[bool]()  # values held for each separator: a leaf's are all below it
+    own, is_in_leaf = list[frozenset[int]](), list[bool]()  # values held for each separator; a leaf holds all below it
     for separator in separators:
         is_below = separator.above >= 0 and is_in_leaf[separator.above]
         is_leaf = not is_below and sum(model.sizes[s] for s in separator.below) <= leaf_bytes
@@ -170,7 +170,7 @@ def spans(model: StepModel, separators: list[Separator], leaf_bytes: float, gap:
 
 
 def _on_the_way(separators: list[Separator], numbers: set[int]) -> set[int]:
-    """Add to separators all of those above them."""
+    """Return the separators of these numbers and all separators above them."""
     reached = set[int]()
     for number in numbers:
         while number >= 0 and number not in reached:
