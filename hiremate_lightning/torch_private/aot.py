@@ -120,7 +120,7 @@ def settle_forward(serves_other_sizes: bool) -> tuple[int, ...]:
 
 @instead_of("torch._functorch._aot_autograd.graph_capture.create_functionalized_fn")
 def returning_the_right_values(
-    make: Callable[..., Any], *given: Any, meta: Any, trace_joint: bool, **options: Any
+    make: Callable[..., Any], *arguments: Any, meta: Any, trace_joint: bool, **options: Any
 ) -> Any:
     """Correct the joint graph of torch 2.13 if an input is changed in place and returned.
 
@@ -129,9 +129,9 @@ def returning_the_right_values(
     those, and another input or output got its value: for example if a metric inside of planned code is updated with the
     loss.
     """
-    own = copy.copy(meta)
-    own.output_info = [replace(info, output_type=OutputType.non_alias) for info in meta.output_info]
-    traced, *rest = make(*given, meta=own, trace_joint=trace_joint, **options)
+    traced_meta = copy.copy(meta)
+    traced_meta.output_info = [replace(info, output_type=OutputType.non_alias) for info in meta.output_info]
+    traced, *rest = make(*arguments, meta=traced_meta, trace_joint=trace_joint, **options)
     first = meta.num_mutated_inp_runtime_indices
     base_of = {
         first + position: info.base_idx
@@ -158,13 +158,13 @@ def not_looking_for_aliases(_: Any, context: Any) -> None:
 
 
 @instead_of("torch._functorch._aot_autograd.runtime_wrappers.AOTDispatchAutograd.process_runtime_tangent")
-def taking_gradients_with_metadata(process: Callable[..., Any], gradient: Any, meta: Any, *others: Any) -> Any:
+def taking_gradients_with_metadata(process: Callable[..., Any], gradient: Any, meta: Any, *arguments: Any) -> Any:
     """Make backwards traced meanwhile accept gradients of a subclass that only carries metadata, as plain tensors."""
     kind = type(gradient)
     if kind is not torch.Tensor and isinstance(gradient, torch.Tensor) and isinstance(meta, PlainTensorMeta):
         carries = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         gradient = plain(gradient) if carries else gradient
-    return process(gradient, meta, *others)
+    return process(gradient, meta, *arguments)
 
 
 def let_gradients_be_absent(token: torch.Tensor) -> None:

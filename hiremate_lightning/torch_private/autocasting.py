@@ -27,7 +27,7 @@ log = logging.getLogger("hiremate_lightning")
 DEVICE_TYPES = ("cpu", "cuda")
 
 
-ENTER, LEAVE = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast  # a block, in a graph
+ENTER, LEAVE = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast  # a block in a graph
 is_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 disabled: Any = torch._C._DisableAutocast  # a context manager
 
@@ -46,7 +46,7 @@ def as_found_on_error() -> Iterator[None]:
     before = settings()
     try:
         yield
-    except BaseException:  # Ctrl-C too: autocast would stay entered for the rest of the process
+    except BaseException:  # Ctrl-C too: autocast would stay on in this process
         for _ in range(open_blocks() - depth):
             torch.autocast_decrement_nesting()
         if depth == 0:

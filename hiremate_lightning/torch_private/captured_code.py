@@ -30,7 +30,7 @@ log = logging.getLogger("hiremate_lightning")
 Rewrite = Callable[[fx.Graph, fx.Node, dict[str, fx.GraphModule]], None]
 _APPLY = torch.ops.higher_order.autograd_function_apply
 _BANS = torch._C._autograd._saved_tensors_hooks_disable, torch._C._autograd._saved_tensors_hooks_enable
-_made_with: WeakIdKeyDictionary = WeakIdKeyDictionary()  # counts of changes in place that fake inputs start with
+_changes_at_start: WeakIdKeyDictionary = WeakIdKeyDictionary()  # counts of changes in place that fake inputs start with
 
 
 def eager_module(module: fx.GraphModule) -> fx.GraphModule:
@@ -89,14 +89,14 @@ def _checkpointed(function: fx.GraphModule, *arguments: Any, buffers: tuple[int,
     if "_checkpoint_context_fn" in function.meta:  # selective checkpointing
         options["context_fn"] = function.meta["_checkpoint_context_fn"]
 
-    def run(*others: Any) -> Any:
-        rest = iter(others)
+    def run(*passed: Any) -> Any:
+        rest = iter(passed)
         with autocasting.as_found_on_error():  # checkpoint stops its recompute by an error
-            return function(*(value if i in buffers else next(rest) for i, value in enumerate(kept)))
+            return function(*(value if i in buffers else next(rest) for i, value in enumerate(bound)))
 
-    kept = [value if i in buffers else None for i, value in enumerate(arguments)]
-    others = (value for i, value in enumerate(arguments) if i not in buffers)
-    return checkpoint(run, *others, **options | {"use_reentrant": False})
+    bound = [value if i in buffers else None for i, value in enumerate(arguments)]
+    passed = (value for i, value in enumerate(arguments) if i not in buffers)
+    return checkpoint(run, *passed, **options | {"use_reentrant": False})
 
 
 def takes_gradients(code: fx.GraphModule) -> bool:
@@ -161,15 +161,15 @@ def lost_changes(written: fx.GraphModule) -> list[str]:
 def noted(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Record how many changes a fake input starts with if it shares memory; without this, code may run eager."""
     stand_in = make(*arguments, **options)
-    if isinstance(stand_in, torch.Tensor) and stand_in not in _made_with:
-        _made_with[stand_in] = _changes_of(stand_in)
+    if isinstance(stand_in, torch.Tensor) and stand_in not in _changes_at_start:
+        _changes_at_start[stand_in] = _changes_of(stand_in)
     return stand_in
 
 
 def _changes_of(value: Any) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
-    return tensor_state.versions_of([value])[0] - int(_made_with.get(value, 0))
+    return tensor_state.versions_of([value])[0] - int(_changes_at_start.get(value, 0))
 
 
 def _with_numbers(value: Any) -> Any:

@@ -46,9 +46,9 @@ def original(compiled: Any) -> Any:
 
 def compiled_around(module: nn.Module) -> list[nn.Module]:
     """Return the modules that torch.compile returned for a module, for its submodules, or for modules around it."""
-    own = set(map(id, module.modules()))
-    compiled = [thing for thing in gc.get_objects() if type(thing) is OptimizedModule and id(thing) not in own]
-    return [thing for thing in compiled if any(id(inner) in own for inner in thing.modules())]
+    module_ids = set(map(id, module.modules()))
+    compiled = [thing for thing in gc.get_objects() if type(thing) is OptimizedModule and id(thing) not in module_ids]
+    return [thing for thing in compiled if any(id(inner) in module_ids for inner in thing.modules())]
 
 
 def compiled_inside(module: nn.Module) -> list[nn.Module]:
@@ -110,7 +110,7 @@ def functions(inline: Any, variable: Any, tracer: Any, *arguments: Any) -> Any:
 
 
 @instead_of("torch._dynamo.symbolic_convert.InliningInstructionTranslator.inline_call")
-def methods(inline: Any, parent: Any, function: Any, arguments: list[Any], *others: Any, **options: Any) -> Any:
+def methods(inline: Any, parent: Any, function: Any, arguments: list[Any], *positional: Any, **options: Any) -> Any:
     """Inline a function; mark the nodes of a method that was compiled in its class."""
     owner: type | None = None
     first = arguments[0] if arguments and isinstance(function, UserFunctionVariable) else None
@@ -121,7 +121,7 @@ def methods(inline: Any, parent: Any, function: Any, arguments: list[Any], *othe
         owner = first.python_type()
     wrapper: Any = None if owner is None else inspect.getattr_static(owner, function.get_name(), None)
     is_method = _is_compiled(wrapper) and wrapper._torchdynamo_orig_callable is function.get_function()
-    read = partial(inline, parent, function, arguments, *others, **options)
+    read = partial(inline, parent, function, arguments, *positional, **options)
     return _marked(parent, wrapper, read) if is_method else read()
 
 
@@ -186,10 +186,10 @@ def cut_out(module: fx.GraphModule) -> list[KernelOperation]:
 def _cut(module: fx.GraphModule, call: KernelCall, nodes: list[fx.Node]) -> KernelOperation | None:
     inside = set(nodes)
     read = list(dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in inside))
-    given = [node for node in nodes if any(user not in inside for user in node.users)]
-    if not given:
+    results = [node for node in nodes if any(user not in inside for user in node.users)]
+    if not results:
         return None
-    if not all(isinstance(node.meta.get("example_value"), torch.Tensor) for node in (*read, *given)):
+    if not all(isinstance(node.meta.get("example_value"), torch.Tensor) for node in (*read, *results)):
         end_graph_at(call.function)
     graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in read:
@@ -197,15 +197,15 @@ def _cut(module: fx.GraphModule, call: KernelCall, nodes: list[fx.Node]) -> Kern
     for node in nodes:
         values[node] = graph.node_copy(node, values.__getitem__)
         values[node].meta = {}
-    graph.output(tuple(values[node] for node in given))
+    graph.output(tuple(values[node] for node in results))
     callers = {next(reversed(node.meta.get("nn_module_stack") or {"": None})) for node in nodes}
     operation = KernelOperation(call, fx.GraphModule(module, graph), len(callers) > 1)
     with module.graph.inserting_after(nodes[-1]):
         whole = module.graph.call_function(operation, tuple(read))
     origin = {name: value for name, value in nodes[-1].meta.items() if name != _MARK}
-    whole.meta = {**origin, "example_value": tuple(node.meta["example_value"] for node in given)}
+    whole.meta = {**origin, "example_value": tuple(node.meta["example_value"] for node in results)}
     after = whole
-    for position, node in enumerate(given):
+    for position, node in enumerate(results):
         with module.graph.inserting_after(after):
             after = module.graph.call_function(operator.getitem, (whole, position))
         after.meta = {**origin, "example_value": node.meta["example_value"]}

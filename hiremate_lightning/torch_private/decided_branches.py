@@ -109,11 +109,11 @@ class _Computation:
         self._shapes = [list(map(size_of, value.shape)) for node in nodes for value in _tensors_of(node)]
         sizes = (size for shape in self._shapes for size in shape if not isinstance(size, int))
         symbols = (expression.free_symbols for expression in (*self._numbers, *sizes))
-        self.symbols = sorted(set[Any]().union(*symbols), key=str)  # the symbolic sizes that the tensor depends on
+        self.symbols = sorted(set[Any]().union(*symbols), key=str)  # symbolic sizes that the tensor depends on
 
-    def at(self, *given: Any) -> torch.Tensor:
+    def at(self, *arguments: Any) -> torch.Tensor:
         """Compute the tensor for values of the symbols, then of the inputs; raise `NotShownError` if too large."""
-        sizes, tensors = given[: len(self.symbols)], given[len(self.symbols) :]
+        sizes, tensors = arguments[: len(self.symbols)], arguments[len(self.symbols) :]
         values = dict(zip(self.symbols, sizes, strict=True))
         for shape in self._shapes:
             numbers = [size if isinstance(size, int) else int(size.xreplace(values)) for size in shape]
@@ -140,7 +140,7 @@ def _nodes_behind(result: fx.Node) -> set[fx.Node]:
         node = ahead.pop()
         if node not in needed:
             if not (_is_input(node) or _is_write(node)):
-                _expect_known(node)
+                _expect_supported(node)
             needed.add(node)
             ahead += [value for value in node.all_input_nodes if not _is_number(value)]
         if not ahead:
@@ -172,17 +172,17 @@ def _is_input(node: fx.Node) -> bool:
     return type(argument.example) is torch.Tensor and all(map(_is_whole, _tensors_of(node)))
 
 
-def _expect_known(node: fx.Node) -> None:
+def _expect_supported(node: fx.Node) -> None:
     is_method = node.op == "call_method" and _name_of(node) in _NAMES
-    is_known = is_method or (node.op == "call_function" and node.target in _FUNCTIONS)
+    is_supported = is_method or (node.op == "call_function" and node.target in _FUNCTIONS)
     values = _tensors_of(node)
-    is_known = is_known and (len(values) == 1 or _name_of(node) not in _WITH_INDICES)
+    is_supported = is_supported and (len(values) == 1 or _name_of(node) not in _WITH_INDICES)
     is_exact = all(map(_is_plain if _name_of(node) in _EXACT else _is_whole, values))
     is_of_fractions = not all(_is_whole(value) for source in node.all_input_nodes for value in _tensors_of(source))
     makes_integers = any(_is_whole(value) and value.dtype != torch.bool for value in values)
     # A float outside of the integer's range converts differently on a GPU.
     expect(not (is_of_fractions and makes_integers), f"{node.target} of fractions")
-    expect(is_known and "out" not in node.kwargs and bool(values) and is_exact, f"{node.op} {node.target}")
+    expect(is_supported and "out" not in node.kwargs and bool(values) and is_exact, f"{node.op} {node.target}")
 
 
 def _name_of(node: fx.Node) -> str:
@@ -229,8 +229,8 @@ def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> bool:
             name = _name_of(node)
             changes = name in _IN_PLACE or (name.endswith("_") and name not in _NAMES)
             expect((not changes or node in writes) and "out" not in node.kwargs, f"{node.target} not in place")
-            given = itertools.chain.from_iterable(map(_tensors_of, node.all_input_nodes))
-            is_apart = _is_of_torch(node) or storages.isdisjoint(storages_among(given))
+            arguments = itertools.chain.from_iterable(map(_tensors_of, node.all_input_nodes))
+            is_apart = _is_of_torch(node) or storages.isdisjoint(storages_among(arguments))
             expect(is_apart, f"{node.target} changes nothing that it is given")
     return bool(writes)
 
@@ -276,8 +276,8 @@ def _specialise(tracer: InstructionTranslatorBase, variable: VariableTracker, re
         computation = _Computation(result, needed)
         sources = [environment.var_to_sources[symbol][0] for symbol in computation.symbols]
         values = "backed_var_to_val" if hasattr(environment, "backed_var_to_val") else "var_to_val"  # deprecated
-        known = getattr(environment, values)
-        sizes = [int(known[symbol]) for symbol in computation.symbols]
+        size_values = getattr(environment, values)
+        sizes = [int(size_values[symbol]) for symbol in computation.symbols]
         seen = read(computation.at(*sizes, *(argument.example for argument in inputs)))
     except Exception as error:  # any error of an operation: the graph breaks, as it does without this module
         log.debug("A tensor is not known while code is traced: %s", error)
@@ -301,21 +301,21 @@ def _is_admitted(tracer: InstructionTranslatorBase, seen: Any) -> bool:
     """
     root, code = tracer.output.root_tx, tracer.f_code
     before, branch = _decided_by.get(root, ()), (code.co_filename, code.co_firstlineno, tracer.instruction_pointer)
-    decisions, way = _decisions_in.setdefault(root.f_code, defaultdict(set)), (*before, branch)
-    taken = decisions[way]
-    if taken and repr(seen) not in taken:
+    decisions, path = _decisions_in.setdefault(root.f_code, defaultdict(set)), (*before, branch)
+    outcomes = decisions[path]
+    if outcomes and repr(seen) not in outcomes:
         forks = sum(len(each) - 1 for each in decisions.values())
         if forks == _MOST_FORKS or not isinstance(seen, bool):
             return False
-    taken.add(repr(seen))
+    outcomes.add(repr(seen))
     _decided_by[root] = (*before, (branch, repr(seen)))
     return True
 
 
-def _has_value(seen: Any, computation: _Computation, read: _Read, *given: Any) -> bool:
+def _has_value(seen: Any, computation: _Computation, read: _Read, *arguments: Any) -> bool:
     """Whether a tensor has the value `seen` at other sizes and inputs; False if it can't be evaluated there."""
     try:
-        return bool(read(computation.at(*given)) == seen)
+        return bool(read(computation.at(*arguments)) == seen)
     except Exception as error:  # any error of an operation, for example under a trace
         log.debug("A tensor is not known at other sizes: %s", error)
         return False
@@ -364,9 +364,9 @@ def _stand_ins() -> tuple[StandIn, ...]:
             if _BRANCHES.fullmatch(name) and table[code] is not None:
                 table[code] = around(table[code], _specialise_branch)
         tables.append((tracer, "dispatch_table", table))
-    known: dict[str, Any] = {"item": TensorVariable.method_item, "tolist": TensorVariable.method_tolist}
-    reads = {name: functools.partial(_specialise_read, getattr(torch.Tensor, name)) for name in known}
-    readers = {name: around(method, reads[name]) for name, method in known.items()}
+    originals: dict[str, Any] = {"item": TensorVariable.method_item, "tolist": TensorVariable.method_tolist}
+    reads = {name: functools.partial(_specialise_read, getattr(torch.Tensor, name)) for name in originals}
+    readers = {name: around(method, reads[name]) for name, method in originals.items()}
     methods = getattr(TensorVariable, "tp_methods", None)
     if methods is None:  # PyTorch before 2.14 finds methods by their names
         return *tables, *((TensorVariable, f"method_{name}", reader) for name, reader in readers.items())

@@ -145,25 +145,25 @@ def _capture_in_turn(sizes_vary: bool, code: types.CodeType, *arguments: Any, **
     was captured before: there a float that varies may be what Dynamo fails on.
     """
     fractions_vary = code not in _without_fractions
-    ways: list[tuple[Callable[..., Any], bool]] = [(_always_static, fractions_vary)]
+    modes: list[tuple[Callable[..., Any], bool]] = [(_always_static, fractions_vary)]
     if fractions_vary and code in _captured:
-        ways.append((_always_static, False))
+        modes.append((_always_static, False))
     if sizes_vary and code not in _without_symbols:
-        ways.insert(0, (_has_static_shape, fractions_vary))
-    for way in ways:
-        is_last = way is ways[-1]
+        modes.insert(0, (_has_static_shape, fractions_vary))
+    for mode in modes:
+        is_last = mode is modes[-1]
         try:  # an error in the guards' log may be gone in the next mode
             with replaced((_GUARDS_LOG, "disabled", not is_last or _GUARDS_LOG.disabled)):
-                result = _capture_with(*way, code, *arguments, **options)
+                result = _capture_with(*mode, code, *arguments, **options)
             break
         except Exception as error:  # any error; after the last mode Dynamo runs the code uncaptured or fails
             if is_last:
                 _give_up(code, error)
                 raise
             log.debug("%s is captured again, with numbers that vary less", code.co_name, exc_info=True)
-    if sizes_vary and way[0] is _always_static:
+    if sizes_vary and mode[0] is _always_static:
         _without_symbols.add(code)
-    if way == (_always_static, False):
+    if mode == (_always_static, False):
         _without_fractions.add(code)
     return result
 
@@ -250,7 +250,7 @@ _in_doubt: dict[types.CodeType, str] = {}  # error text of code that raised in a
 @contextmanager
 def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
     """Let Dynamo run uncaptured what it fails on, and pass the errors in its log to `tell`, at any log level."""
-    around = dict(_in_doubt)  # those of the enclosing call
+    enclosing = dict(_in_doubt)  # those of the enclosing call
     _in_doubt.clear()
     level, was_quiet = _DYNAMO_LOG.level, not _DYNAMO_LOG.isEnabledFor(logging.WARNING)
     suppress_errors = dynamo_config.suppress_errors
@@ -282,7 +282,7 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
                 tell(reason)
     finally:
         _in_doubt.clear()
-        _in_doubt.update(around)
+        _in_doubt.update(enclosing)
         dynamo_config.suppress_errors = suppress_errors
         _DYNAMO_LOG.removeFilter(heed)
         if was_quiet:
@@ -358,8 +358,8 @@ def forget_compiled(function: Callable[..., Any]) -> None:
     for index, made in tuple(CleanupManager.instance.refs.items()):
         if orig_code_map.get(made()) is function.__code__:
             CleanupManager.instance._remove_id(index)
-    for known in (_captured, _without_symbols, _without_fractions):
-        known.discard(function.__code__)
+    for codes in (_captured, _without_symbols, _without_fractions):
+        codes.discard(function.__code__)
     get_code_state().pop(CodeId.make(function.__code__), None)
 
 

@@ -64,9 +64,9 @@ def eager_kernels() -> AbstractContextManager[None]:
     packets += [getattr(aten, name) for name in dir(aten) if name.startswith(("upsample_", "_upsample_"))]
     overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     operators = [op for op in overloads if any(key in op.py_kernels for key in _IMPLICIT)]
-    own: dict[OpOverload, Callable[..., Any]] = {aten.dropout.default: _eager_dropout, aten.istft.default: istft}
-    own[aten.gru_cell.default] = _eager_gru_cell
-    return _with_kernels({op: {key: own.get(op) for key in _IMPLICIT} for op in (*operators, *own)})
+    kernels: dict[OpOverload, Callable[..., Any]] = {aten.dropout.default: _eager_dropout, aten.istft.default: istft}
+    kernels[aten.gru_cell.default] = _eager_gru_cell
+    return _with_kernels({op: {key: kernels.get(op) for key in _IMPLICIT} for op in (*operators, *kernels)})
 
 
 def _with_kernels(
@@ -74,9 +74,9 @@ def _with_kernels(
 ) -> AbstractContextManager[None]:
     """Replace Python kernels of operators in a block; None removes a kernel."""
     stand_ins: list[StandIn] = []
-    for op, others in kernels.items():
-        every = {**op.py_kernels, **others}
-        stand_ins.append((op, "py_kernels", {key: kernel for key, kernel in every.items() if kernel is not None}))
+    for op, replacements in kernels.items():
+        merged = {**op.py_kernels, **replacements}
+        stand_ins.append((op, "py_kernels", {key: kernel for key, kernel in merged.items() if kernel is not None}))
         stand_ins.append((op, "_dispatch_cache", {}))
     return replaced(*stand_ins)
 
@@ -175,12 +175,12 @@ def _without_memory(tensor: torch.Tensor, function: Callable[[torch.Tensor], tor
 def _strided(position: int | None, decomposition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a decomposition; return its first result in the memory format of an argument, or contiguous for None."""
     results = decomposition(*args, **kwargs)
-    first, *others = results if isinstance(results, tuple) else (results,)
+    first, *rest = results if isinstance(results, tuple) else (results,)
     if first is None or (position is not None and first.device.type != "cpu"):
         return results
     wanted = torch.contiguous_format if position is None else suggest_memory_format(args[position])
     made = torch.empty_like(first, memory_format=wanted)
-    return (made, *others) if isinstance(results, tuple) else made
+    return (made, *rest) if isinstance(results, tuple) else made
 
 
 def byte_targets() -> AbstractContextManager[None]:

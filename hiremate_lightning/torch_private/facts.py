@@ -73,5 +73,5 @@ def guard_counts() -> tuple[int, int]:
     """Return the number of AOTAutograd's guards, and of guards on sizes, in the current capture."""
     context = TracingContext.try_get()
     shapes = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
-    of_code = 0 if context is None else len(context.guards_context.aotautograd_guards)
-    return of_code, 0 if shapes is None else len(shapes.guards)
+    aot_guards = 0 if context is None else len(context.guards_context.aotautograd_guards)
+    return aot_guards, 0 if shapes is None else len(shapes.guards)

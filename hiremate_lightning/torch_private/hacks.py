@@ -124,11 +124,11 @@ def applied(stage: Stage) -> Iterator[None]:
 def _enter(in_place: ExitStack, hack: Hack) -> None:
     """Put one hack in place; turn it off if a release that it was not checked on lacks a name that it needs."""
     try:
-        with ExitStack() as own:
+        with ExitStack() as contexts:
             for place in hack.place.split(", "):
                 module, _, name = place.rpartition(".")
-                own.enter_context(getattr(importlib.import_module(f".{module}", __package__), name)())
-            in_place.enter_context(own.pop_all())
+                contexts.enter_context(getattr(importlib.import_module(f".{module}", __package__), name)())
+            in_place.enter_context(contexts.pop_all())
     except Exception as error:  # any name that another release moved or renamed
         if RELEASE in hack.checked:
             raise

@@ -126,14 +126,14 @@ def no_saved_tensor_hooks() -> AbstractContextManager[None]:
 
 @contextmanager
 def _without_saved_tensor_hooks(ignores_ban: bool, is_hidden: Callable[[Any], bool]) -> Iterator[None]:
-    taken: list[Any] = []
+    removed: list[Any] = []
     try:
         while (hooks := _SAVED._top_saved_tensors_default_hooks(ignores_ban)) is not None and is_hidden(hooks):
-            taken.append(hooks)
+            removed.append(hooks)
             _SAVED._pop_saved_tensors_default_hooks()
         yield
     finally:
-        for pack, unpack in reversed(taken):
+        for pack, unpack in reversed(removed):
             _SAVED._push_saved_tensors_default_hooks(pack, unpack)
 
 

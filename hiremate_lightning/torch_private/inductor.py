@@ -56,7 +56,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Com
             traced = make_fx(module, select_decomp_table())(*fakes)
         returned = traced.graph.output_node()
         results: Any = returned.args[0]
-        returned.meta["user_visible_output_idxs"] = list(range(len(results)))  # keeps the strides as traced
+        returned.meta["user_visible_output_idxs"] = list(range(len(results)))  # keep the strides of the trace
         with config.patch(_OPTIONS):
             compiled: Compiled = compile_fx_inner(traced, fakes, is_inference=True)
     return compiled
@@ -121,7 +121,7 @@ class KernelOperation:
             if any(isinstance(i, (FakeTensor, FunctionalTensor)) for i in inputs):
                 raise NotCompiledError(self, shown)
             layouts = [layout for layout, _ in shown]
-            alike = next((known for known in self._compiled if [layout for layout, _ in known] == layouts), None)
+            alike = next((key for key in self._compiled if [layout for layout, _ in key] == layouts), None)
             if alike is None:
                 self.compile(shown)
             shown = alike or shown  # captured code runs without gradients when it is compared
@@ -130,8 +130,8 @@ class KernelOperation:
             results: tuple[torch.Tensor, ...] = self._module(*inputs)
             return results
         if kernels.backward is None or not torch.is_grad_enabled():
-            given = torch.ops.hiremate.run_compiled(inputs, kernels.name)
-            return tuple(given[at] for at in kernels.outputs)
+            returned = torch.ops.hiremate.run_compiled(inputs, kernels.name)
+            return tuple(returned[at] for at in kernels.outputs)
         outputs: tuple[torch.Tensor, ...] = _Differentiated.apply(kernels, *inputs)  # type: ignore[no-untyped-call]
         return outputs
 
@@ -212,8 +212,8 @@ class UserKernels:
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the results of the forward operator."""
-        given = self.forward(list(inputs))
-        return [given[position] for position in self.returned]
+        values = self.forward(list(inputs))
+        return [values[position] for position in self.returned]
 
     @property
     def kept(self) -> list[int]:
@@ -223,16 +223,16 @@ class UserKernels:
     def run_backward(self, kept: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients of the backward operator, each on a storage of its own."""
         assert self.backward is not None, "what has gradients has a backward"
-        there = dict(zip(self.kept, kept, strict=True))
-        arguments = [view.of(there[view.position]) for view in self.saved]
+        tensors = dict(zip(self.kept, kept, strict=True))
+        arguments = [view.of(tensors[view.position]) for view in self.saved]
         for tangent, strides in zip(tangents, self.tangents, strict=True):
             arguments.append(tensor_state.with_strides(tangent, strides))
-        taken = {tensor_state.storage_id(a) for a in (*arguments, *tangents)}
+        used_storages = {tensor_state.storage_id(a) for a in (*arguments, *tangents)}
         gradients = []
         for gradient in [g for g in self.backward(arguments) if g is not None]:
             storage = tensor_state.storage_id(gradient)
-            gradients.append(gradient.clone() if storage in taken else gradient)
-            taken.add(storage)
+            gradients.append(gradient.clone() if storage in used_storages else gradient)
+            used_storages.add(storage)
         return gradients
 
 
@@ -251,8 +251,8 @@ class _Differentiated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         kernels: UserKernels = ctx.kernels
-        own = [tangents[position] for position in kernels.differentiable]
-        gradients = torch.ops.hiremate.run_compiled_backward(ctx.saved_tensors, own, kernels.name)
+        tangents_read = [tangents[position] for position in kernels.differentiable]
+        gradients = torch.ops.hiremate.run_compiled_backward(ctx.saved_tensors, tangents_read, kernels.name)
         return (None, *(None if at is None else gradients[at] for at in kernels.gradient_of))
 
 
@@ -308,9 +308,9 @@ def _compile(call: KernelCall, module: fx.GraphModule, shown: _Shown) -> tuple[l
         for kind, is_on, dtype in call.autocast:
             autocasts.enter_context(torch.autocast(kind, dtype, is_on, call.remembers))
         compile_fx(copy, inputs, inner_compile=inner, config_patches=backend.config)  # type: ignore[attr-defined]
-    meta, own = metas[0], (OutputType.non_alias, OutputType.unsafe_view_alias)
+    meta, unaliased = metas[0], (OutputType.non_alias, OutputType.unsafe_view_alias)
     does_more = meta.num_mutated_inp_runtime_indices or meta.num_intermediate_bases or meta.tokens
-    gives_new = all(info.output_type in own for info in meta.output_info)
+    gives_new = all(info.output_type in unaliased for info in meta.output_info)
     expect(len(made) == 1 + has_gradients and not does_more and gives_new, "a function of kernels alone")
     return made, meta.output_info
 
@@ -319,41 +319,41 @@ def _try(call: KernelCall, shown: _Shown, made: list[tuple[fx.GraphModule, Any]]
     """Run the kernels on zeros, to read the layouts of their outputs and which of these are views."""
     inputs = [_empty(layout).zero_() for layout, _ in shown]
     (_, forward), *backwards = made
-    given = list(forward(list(inputs)))
-    views, returned = _find(inputs, given)
+    values = list(forward(list(inputs)))
+    views, returned = _find(inputs, values)
     outputs, saved = views[: len(results)], views[len(results) :]
     is_own = all(view.position >= len(inputs) and view.layout is None for view in outputs)
     expect(is_own, "results of its own")
     differentiable = tuple(at for at, info in enumerate(results) if info.requires_grad)
     backward, tangents, gradients = None, list[torch.Tensor](), list[torch.Tensor | None]()
-    for source, backward in backwards:  # one, or none
+    for source, backward in backwards:  # at most one
         read = [node.meta["val"] for node in source.graph.find_nodes(op="placeholder")]
         expect(len(read) == len(saved) + len(differentiable), "a backward that reads only tensors")
         tangents = [_empty(layout_of(value)).zero_() for value in read[len(saved) :]]
-        gradients = list(backward([*given[len(results) :], *tangents]))
-    there = [at for at, gradient in enumerate(gradients) if gradient is not None]
+        gradients = list(backward([*values[len(results) :], *tangents]))
+    positions = [at for at, gradient in enumerate(gradients) if gradient is not None]
     texts = [*(module.code for module, _ in made), repr(shown), repr(call.autocast)]
     return UserKernels(
         name=f"{call.function.__name__}_{hashlib.sha256(''.join(texts).encode()).hexdigest()[:12]}",
         function=call.name,
         forward=forward,
         backward=backward,
-        results=tuple(layout_of(given[position]) for position in returned),
+        results=tuple(layout_of(values[position]) for position in returned),
         returned=returned,
         outputs=tuple(view.position - len(inputs) for view in outputs),
         differentiable=differentiable,
         saved=saved,
         tangents=tuple(tangent.stride() for tangent in tangents),
         gradients=tuple(layout_of(gradient) for gradient in gradients if gradient is not None),
-        gradient_of=tuple(there.index(at) if at in there else None for at in range(len(shown))),
+        gradient_of=tuple(positions.index(at) if at in positions else None for at in range(len(shown))),
     )
 
 
-def _find(inputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[tuple[_View, ...], tuple[int, ...]]:
+def _find(inputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> tuple[tuple[_View, ...], tuple[int, ...]]:
     """Return the place of each kernel output, and the positions of the first output on each new storage."""
     sources = {tensor_state.storage_id(tensor): (at, tensor) for at, tensor in enumerate(inputs)}
     views, returned = list[_View](), list[int]()
-    for at, tensor in enumerate(given):
+    for at, tensor in enumerate(tensors):
         storage = tensor_state.storage_id(tensor)
         if storage not in sources:
             sources[storage] = len(inputs) + len(returned), tensor

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import aot, tensor_state
 
 _NO_KERNELS = ("Meta", "Autograd")  # kernels of these dispatch keys compute no values
-_known: dict[Any, Any] = {}  # by form of a call: the function to call, None for the schema's
+_fast_calls: dict[Any, Any] = {}  # by form of a call: the function to call, None for the schema's
 
 
 def shortest(node: fx.Node) -> Any:
@@ -29,11 +29,11 @@ def shortest(node: fx.Node) -> Any:
     if type(target) is not aot.OpOverload:
         return target
     form = _form(node)
-    if form not in _known:
+    if form not in _fast_calls:
         places = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase) if target.namespace == "aten" else ()
         named = (getattr(place, target.overloadpacket.__name__, None) for place in places)
-        _known[form] = next((f for f in named if f is not None and _does_the_same(f, node)), None)
-    return _known[form] or schema_call(target)
+        _fast_calls[form] = next((f for f in named if f is not None and _does_the_same(f, node)), None)
+    return _fast_calls[form] or schema_call(target)
 
 
 def _form(node: fx.Node) -> tuple[Any, ...]:
@@ -126,5 +126,5 @@ def has_python_code(operator: Any) -> bool:
     """Whether an operator is implemented in Python, by `torch.library.custom_op` or `torch.library.impl`."""
     name = name_of(operator)
     keys = [key.split("/") for key in _impls if name]
-    own = [dispatch for library, op, dispatch in keys if f"{library}::{op.partition('.')[0]}" == name]
-    return name in OPDEFS or any(not dispatch.startswith(_NO_KERNELS) for dispatch in own)
+    dispatch_keys = [dispatch for library, op, dispatch in keys if f"{library}::{op.partition('.')[0]}" == name]
+    return name in OPDEFS or any(not dispatch.startswith(_NO_KERNELS) for dispatch in dispatch_keys)

@@ -193,8 +193,8 @@ def lengths(guard_length: Any, builder: Any, guard: Any) -> None:
         return
     length = tuple.__len__(value)
     builder.TYPE_MATCH(guard)
-    told = [f"tuple.__len__({guard.name}) == {length}"]
-    builder.get_guard_manager(guard).add_lambda_guard(lambda v: tuple.__len__(v) == length, told, guard.user_stack)
+    verbose = [f"tuple.__len__({guard.name}) == {length}"]
+    builder.get_guard_manager(guard).add_lambda_guard(lambda v: tuple.__len__(v) == length, verbose, guard.user_stack)
 
 
 @instead_of("torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function")
@@ -302,12 +302,12 @@ def _range_to_a_size() -> Any:
 
     members = getattr(variables.RangeVariable, "tp_members", {})  # since 2.15
     if "stop" in members:
-        stop = type(members["stop"])(lambda own, _: own.end, members["stop"].setter)
+        stop = type(members["stop"])(lambda self, _: self.end, members["stop"].setter)
         setattr(RangeToASize, "tp_members", {**members, "stop": stop})  # noqa: B010 - earlier releases have none
         return RangeToASize
     name = "var_getattr" if hasattr(variables.RangeVariable, "var_getattr") else "tp_getattro_impl"  # before 2.14
     read = getattr(variables.RangeVariable, name)
-    setattr(RangeToASize, name, lambda own, tracer, asked: own.end if asked == "stop" else read(own, tracer, asked))
+    setattr(RangeToASize, name, lambda self, tracer, asked: self.end if asked == "stop" else read(self, tracer, asked))
     return RangeToASize
 
 
@@ -328,9 +328,9 @@ def ranges(call: Any, variable: Any, tracer: Any, arguments: list[VariableTracke
 @instead_of(f"{_VARIABLES}.builtin.GetAttrBuiltinVariable.call_function")
 def names(read: Any, variable: Any, tracer: Any, arguments: list[Any], named: Any) -> Any:
     """Read `__name__` and the like of torch's functions and classes, at which 2.13 breaks graphs (peft's DoRA)."""
-    asked, name, *others = arguments
+    asked, name, *default = arguments
     is_of_torch = isinstance(asked, TorchInGraphFunctionVariable)
-    if is_of_torch and not others and name.is_python_constant():
+    if is_of_torch and not default and name.is_python_constant():
         value = getattr(asked.value, name.as_python_constant(), None)
         if name.as_python_constant() in _NAMES and isinstance(value, str):
             return ConstantVariable.create(value)

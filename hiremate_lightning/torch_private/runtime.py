@@ -30,7 +30,7 @@ _giving_way: dict[int, Callable[[], None]] = {}  # by recorded thread: the funct
 
 def keep_busy(milliseconds: float = 0.5) -> None:
     """Keep the current CUDA device busy for about this long, while the host launches the kernels that follow."""
-    torch.cuda._sleep(int(2_000_000 * milliseconds))  # clock cycles
+    torch.cuda._sleep(int(2_000_000 * milliseconds))  # in clock cycles
 
 
 def empty_host_cache() -> None:

@@ -51,8 +51,8 @@ class SizeSymbols:
         expressions = [number.node.expr if isinstance(number, torch.SymInt) else None for number in numbers]
         self._symbols = [e if e is not None and e.is_symbol else None for e in expressions]
         self._groups = (0,) * len(numbers)  # group of each size: sizes of one group were equal in all calls
-        known = set(self._symbols)
-        self._computed = [number for number in _computed(module) if number.free_symbols <= known]
+        symbols = set(self._symbols)
+        self._computed = [number for number in _computed(module) if number.free_symbols <= symbols]
 
     @property
     def vary(self) -> bool:
@@ -89,12 +89,12 @@ class SizeSymbols:
             numbers.setdefault(group, min(number, size))
         return self._of_groups(numbers, sizes)
 
-    def samples_near(self, sizes: Sizes, taken: Sequence[Sizes]) -> Iterator[Sizes]:
-        """Yield sizes near the real ones to trace the code at, unlike those in `taken` and those of other dimensions.
+    def samples_near(self, sizes: Sizes, tried: Sequence[Sizes]) -> Iterator[Sizes]:
+        """Yield sizes near the real ones to trace the code at, unlike those in `tried` and those of other dimensions.
 
         Odd sizes come first, then even ones. Sizes of one group are equal.
         """
-        used = {number for sample in (*taken, sizes) for number in sample}
+        used = {number for sample in (*tried, sizes) for number in sample}
         for multiple, round_ in itertools.product(MULTIPLES, range(len(SHARES))):
             numbers = dict[int, int]()
             for symbol, group, size in zip(self._symbols, self._groups, sizes, strict=True):
@@ -152,8 +152,8 @@ class SizeSymbols:
             if node not in values:
                 number = _numbers_at(node, symbols)
                 if number is None and node.op == "call_method" and isinstance(values.get(node.args[0]), int):
-                    size, *others = fx.node.map_arg(node.args, values.__getitem__)
-                    number = getattr(size, str(node.target))(*others)  # `__index__` of a size, for example
+                    size, *arguments = fx.node.map_arg(node.args, values.__getitem__)
+                    number = getattr(size, str(node.target))(*arguments)  # `__index__` of a size, for example
                 values[node] = graph.node_copy(node, values.__getitem__) if number is None else number
                 if node.op == "placeholder":
                     values[node]._dynamo_source = node._dynamo_source
@@ -218,7 +218,7 @@ def trace_apart(
     Returns also whether the trace holds for all inputs of the same sizes. It does not if AOTAutograd asks for guards:
     on inputs that overlap, or on numbers that are no sizes.
     """
-    shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)  # other numbers stay symbols, whatever they are
+    shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)  # other numbers stay symbols, 0 and 1 too
     mode = FakeTensorMode(shape_env=shapes)
     context = TracingContext(mode)
     with tracing(context):

@@ -159,11 +159,11 @@ def watching_modes() -> list[str]:
 def kernel_settings() -> tuple[Any, ...]:
     """Return the settings that decide which kernels PyTorch runs: backends, precision, determinism."""
     kernels = torch._C._get_flash_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled()
-    others = torch._C._get_math_sdp_enabled(), torch._C._get_cudnn_sdp_enabled(), *torch._C._get_sdp_priority_order()
+    rest = torch._C._get_math_sdp_enabled(), torch._C._get_cudnn_sdp_enabled(), *torch._C._get_sdp_priority_order()
     cudnn, find_precision = torch.backends.cudnn, torch._C._get_fp32_precision_getter
     backends = torch.backends.mkldnn.enabled, cudnn.enabled, cudnn.benchmark, cudnn.deterministic
     precision = [find_precision(*of) for of in product(("cuda", "mkldnn"), ("matmul", "conv", "rnn"))]
-    return (*kernels, *others, *backends, *precision, torch.get_deterministic_debug_mode())
+    return (*kernels, *rest, *backends, *precision, torch.get_deterministic_debug_mode())
 
 
 def changes_uncounted(tensors: Sequence[torch.Tensor]) -> Any:
@@ -288,8 +288,8 @@ def plain_tensors_of_python() -> list[torch.Tensor]:
     """Return the strided tensors that are Python objects, without subclasses and wrappers of torch.func."""
     kinds = torch.Tensor, torch.nn.Parameter  # each object refers to its class
     tensors = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
-    own = [t for t in tensors if not (torch._C._functorch.is_functorch_wrapped_tensor(t) or is_batched(t))]
-    return [tensor for tensor in own if tensor.layout is torch.strided]
+    unwrapped = [t for t in tensors if not (torch._C._functorch.is_functorch_wrapped_tensor(t) or is_batched(t))]
+    return [tensor for tensor in unwrapped if tensor.layout is torch.strided]
 
 
 def int_hint(value: Any) -> int:

@@ -66,9 +66,9 @@ class Likeness:
     """
 
     def __init__(self, output: Any, read: Read, other: Source) -> None:
-        self._known, self._read = output.side_effects, read
+        self._effects, self._read = output.side_effects, read
         self._scope = {"G": output.root_tx.f_globals, "L": output.root_tx.f_locals}
-        self._others = {read.root: unwrapped(other)}
+        self._other_sources = {read.root: unwrapped(other)}
         self._values: dict[Source, Any] = {}
         self._shared: dict[Source, Source | None] = {}
         self._guarded_as_shared: set[Source] = set()
@@ -84,23 +84,23 @@ class Likeness:
 
     def _compare_alias(self, again: Source, first: Source) -> None:
         """Expect two sources of one object in the first module to name one object in the other module, too."""
-        known = [self.value_of(self._source_in_other(source)) for source in (again, first)]
-        expect(known[0] is known[1], f"{again.name} is {first.name}")
+        values = [self.value_of(self._source_in_other(source)) for source in (again, first)]
+        expect(values[0] is values[1], f"{again.name} is {first.name}")
 
     def _source_in_other(self, source: Source) -> Source:
         return self.other_of(source) if self._read.has(source) else source
 
     def other_of(self, source: Source) -> Source:
         """Return the other module's source for a source of the first module."""
-        if source not in self._others:
+        if source not in self._other_sources:
             expect(isinstance(source, ChainedSource), f"{source.name} is not of the module")
             changed = {
                 field.name: self._source_in_other(value)
                 for field in dataclasses.fields(source)
                 if isinstance(value := getattr(source, field.name), Source)
             }
-            self._others[source] = dataclasses.replace(source, **changed)
-        return self._others[source]
+            self._other_sources[source] = dataclasses.replace(source, **changed)
+        return self._other_sources[source]
 
     def value_of(self, source: Source) -> Any:
         """Return the value that a source names; raise `NotShownError` if there is none."""
@@ -110,12 +110,12 @@ class Likeness:
             raise NotShownError(f"{source.name} is not there") from error
 
     def _shared_at(self, source: Source) -> Source | None:
-        """Return the first source on the way to a value where both modules have one object that Dynamo knows, or class."""
+        """Return the first source on a value's path where the modules share an object known to Dynamo, or a type."""
         if source == self._read.root or not isinstance(source, ChainedSource):
             return None
         if source not in self._shared:
             value = self._value_or_none(source)
-            is_known = isinstance(source, TypeSource) or (not is_plain(value) and value in self._known)
+            is_known = isinstance(source, TypeSource) or (not is_plain(value) and value in self._effects)
             is_same = is_known and value is self._value_or_none(self.other_of(source))
             self._shared[source] = self._shared_at(unwrapped(source.base)) or (source if is_same else None)
         return self._shared[source]
@@ -157,9 +157,9 @@ class Likeness:
         if isinstance(other, TypeSource):
             self.guards.append(Guard(other.base, GuardBuilder.TYPE_MATCH))
             return
-        known = self._known[self.value_of(other)].source
-        create = make_dupe_guard(other, known)
-        if create is not None and other.name != known.name:
+        first = self._effects[self.value_of(other)].source
+        create = make_dupe_guard(other, first)
+        if create is not None and other.name != first.name:
             self.guards.append(Guard(other, create))
 
     def _guard_duplicate(self, guard: Guard, first: Source) -> None:
@@ -196,13 +196,13 @@ class Likeness:
         pairs = self._by_one.setdefault(id(one), (one, other)), self._by_other.setdefault(id(other), (one, other))
         expect(pairs[0][1] is other and pairs[1][0] is one, f"{source.name} is another's too")
         for value in (one, other):
-            if value in self._known:
-                variable, known = self._known[value], self._known
+            if value in self._effects:
+                variable, effects = self._effects[value], self._effects
                 can_change = variable.mutation_type is not None
-                is_changed = can_change and (known.is_modified(variable) or known.has_pending_mutation(variable))
+                is_changed = can_change and (effects.is_modified(variable) or effects.has_pending_mutation(variable))
                 expect(not is_changed, f"{source.name} was changed")
-        if other is not one and other in self._known:
-            named = self._known[other].source
+        if other is not one and other in self._effects:
+            named = self._effects[other].source
             expect(named is not None and named.name == self.other_of(source).name, f"{source.name} is known elsewhere")
 
 

@@ -177,10 +177,10 @@ class Copy:
     def _sources_of_inputs(self) -> dict[fx.Node, Source | None]:
         """Return the inputs that the nodes read, in order, each with its source in the other module; None if shared."""
         trace, sources = self._trace, dict[fx.Node, Source | None]()
-        known, read = {*trace.nodes, *self._copy_of}, trace.read
+        available, read = {*trace.nodes, *self._copy_of}, trace.read
         used = (use for node in trace.nodes for use in node.all_input_nodes)
         for node in dict.fromkeys((*trace.inputs, *used)):
-            if node in known:
+            if node in available:
                 continue
             expect(node.op == "placeholder", "a value from outside")
             source = node.meta["grapharg"].source if "grapharg" in node.meta else None
@@ -219,8 +219,8 @@ class Copy:
         tracer = self._output.current_tracer
         arguments, named = fx.map_arg((node.args, node.kwargs), self._copy_of.__getitem__)
         added: fx.Node = tracer.create_node(node.op, node.target, arguments, named, type_expr=node.type)
-        own = ("example_value", "creation_timestamp")
-        added.meta.update({key: value for key, value in node.meta.items() if key not in own})
+        not_copied = ("example_value", "creation_timestamp")
+        added.meta.update({key: value for key, value in node.meta.items() if key not in not_copied})
         if "nn_module_stack" in node.meta:
             added.meta["nn_module_stack"] = self._stack(node)
         if "stack_trace" in node.meta:
@@ -285,9 +285,9 @@ def _is_operation(node: fx.Node) -> bool:
     """Whether a node is an operation with no graph inside, and with nodes and constants as arguments."""
     is_called = node.op in ("call_function", "call_method") and not isinstance(node.target, _WITH_MORE_INSIDE)
     is_of_values = "example_value" in node.meta and _KNOWN_OF_NODES.issuperset(node.meta)
-    given: list[Any] = []
-    fx.node.map_aggregate((node.args, node.kwargs), given.append)
-    return is_called and is_of_values and all(isinstance(value, fx.Node) or is_plain(value) for value in given)
+    arguments: list[Any] = []
+    fx.node.map_aggregate((node.args, node.kwargs), arguments.append)
+    return is_called and is_of_values and all(isinstance(value, fx.Node) or is_plain(value) for value in arguments)
 
 
 def note_unseen() -> None:

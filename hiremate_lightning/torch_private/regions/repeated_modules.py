@@ -95,22 +95,22 @@ class _Traces:
         items = self.changed[since:]
         if not items or not all(map(_is_new, items)):
             return bool(items)
-        known, reached = self.output.side_effects, set[int]()
-        existing = [v for v in known.id_to_variable.values() if v.mutation_type is not None and not _is_new(v)]
-        ahead = [v for v in existing if known.is_modified(v) or known.has_pending_mutation(v)]
+        effects, reached = self.output.side_effects, set[int]()
+        existing = [v for v in effects.id_to_variable.values() if v.mutation_type is not None and not _is_new(v)]
+        ahead = [v for v in existing if effects.is_modified(v) or effects.has_pending_mutation(v)]
         while ahead:
             variable = ahead.pop()
             if id(variable) not in reached:
                 reached.add(id(variable))
-                attributes = list(known.store_attr_mutations.get(variable, {}).values())
+                attributes = list(effects.store_attr_mutations.get(variable, {}).values())
                 VariableTracker.visit(ahead.append, [variable, attributes])
         return any(id(item) in reached for item in items)
 
     def _hidden(self) -> tuple[int, ...]:
         """Count Dynamo's effects outside of the graph, and the submodules of operators with code inside."""
         output = self.output
-        known = output.side_effects
-        lists = known.tensor_hooks, known.save_for_backward, output.random_calls, output.nn_modules
+        effects = output.side_effects
+        lists = effects.tensor_hooks, effects.save_for_backward, output.random_calls, output.nn_modules
         return unseen.count, *map(len, lists)
 
 
@@ -130,12 +130,12 @@ def _call_or_copy(call: Any, module: Any, tx: Any, arguments: list[Any], named: 
 
 
 @instead_of("torch._dynamo.side_effects.SideEffects.check_allowed_side_effect")
-def _change(check: Any, known: SideEffects, item: Any) -> Any:
+def _change(check: Any, effects: SideEffects, item: Any) -> Any:
     """Record the object that traced code changes."""
-    output = known.output_graph_weakref()
+    output = effects.output_graph_weakref()
     if output is not None:
         _traces_of(output).changed.append(item)
-    return check(known, item)
+    return check(effects, item)
 
 
 @instead_of(
@@ -177,9 +177,9 @@ def _look_up(look_up: Any, variable: Any, *arguments: Any, **named: Any) -> Any:
 @instead_of("torch._dynamo.variables.builder.VariableBuilder.__call__")
 def _build(build: Any, builder: Any, value: Any) -> Any:
     """Record that a value is reached from a second source."""
-    known = builder.tx.output.side_effects
-    if value in known:
-        first = known[value].source
+    effects = builder.tx.output.side_effects
+    if value in effects:
+        first = effects[value].source
         if first is not None and first.name != builder.source.name:
             _traces_of(builder.tx.output).aliases.append((builder.source, first))
     return build(builder, value)
