@@ -1,10 +1,10 @@
-"""Undefined gradients: what of a backward needs no work where None comes for outputs that the caller left unused.
+"""Undefined gradients: find the backward nodes that need not run if the caller left some outputs unused.
 
-A model may return more than its loss, logits for example. Autograd then has no gradient for the rest. PyTorch's
-compiled functions are given zeros instead: as large as the logits, added to the true gradient, which may come out with
-other strides then, and handed on to parameters that plain training leaves alone. So here, as in plain training, a
-computation none of whose gradients has arrived is left out, and of a sum the other term is taken. The backward of a
-`torch.autograd.Function` gets zeros for those of its gradients that have not arrived, if any has.
+A model may return more than its loss, logits for example. Autograd then has no gradient for the logits. torch.compile
+passes zeros instead: the zeros are as large as the logits, adding them may change the strides of the true gradient, and
+they reach parameters that eager training leaves without gradient. Here, as in eager training, a backward node runs only
+if one of its incoming gradients has arrived, and a sum with one missing term is the present term. The backward of a
+`torch.autograd.Function` gets zeros for its missing gradients if at least one of its gradients has arrived.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ NOTHING = Absence()
 
 
 def find_absent(captured: Captured, missing: frozenset[int]) -> Absence:
-    """Return what is absent where gradients of outputs have not arrived, of which `missing` lists the positions.
+    """Return what is absent from the backward if the outputs at the positions `missing` get no gradient.
 
-    It is found once for each of them: the proof, the records, the plan and the program that it runs by all ask for it.
+    The result is cached for each `missing`: the proof, the records, the plan and the program all need it.
     """
     if missing not in captured.absences:
         captured.absences[missing] = _find(captured, missing)
@@ -41,9 +41,9 @@ def _find(captured: Captured, missing: frozenset[int]) -> Absence:
     absent = {tangents[position] for position in missing}
     dependent, replaced = set(tangents), dict[fx.Node, fx.Node]()
     for is_of_function, nodes in groupby(tuple(captured.joint.graph.nodes), aot.is_of_function_backward):
-        together, there = list(nodes), dependent - absent if is_of_function else set()
-        gets_zeros = any(not there.isdisjoint(node.all_input_nodes) for node in together)
-        for node in together:
+        members, present = list(nodes), dependent - absent if is_of_function else set()
+        gets_zeros = any(not present.isdisjoint(node.all_input_nodes) for node in members)
+        for node in members:
             gradients = [a for a in node.all_input_nodes if a in dependent]
             if not gradients or node.op == "output":
                 continue
@@ -60,22 +60,22 @@ def _find(captured: Captured, missing: frozenset[int]) -> Absence:
 
 
 def _other_term(node: fx.Node, absent: set[fx.Node]) -> fx.Node | None:
-    """Return the term of a sum that is there, where the other one is absent and the sum is nothing but that term."""
+    """Return the present term of a sum of two whose other term is absent; None if the sum is not equal to the term."""
     terms = node.all_input_nodes
-    there = [a for a in terms if a not in absent]
-    if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(terms) != 2 or len(there) != 1:
+    present = [a for a in terms if a not in absent]
+    if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(terms) != 2 or len(present) != 1:
         return None
-    total, term = node.meta.get("val"), there[0].meta.get("val")
+    total, term = node.meta.get("val"), present[0].meta.get("val")
     if not isinstance(total, torch.Tensor) or not isinstance(term, torch.Tensor):
         return None
-    return there[0] if (total.shape, total.dtype) == (term.shape, term.dtype) else None
+    return present[0] if (total.shape, total.dtype) == (term.shape, term.dtype) else None
 
 
 def without_missing(captured: Captured, missing: frozenset[int], profile: Profile) -> tuple[Graph, Profile]:
-    """Return the graph of captured code, and its costs, without what gradients at some positions would have brought.
+    """Return the captured graph and its costs without the nodes that only the missing gradients need.
 
-    Nodes and tensors keep their indices; what is absent takes no memory and no time. Forward values that only absent
-    computations read are read as the backward starts: nobody knows at the forward that nothing will read them.
+    Nodes and tensors keep their indices; absent ones take no memory and no time. Forward values that only absent nodes
+    read stay alive until the backward starts, since the forward does not know yet which gradients will be missing.
     """
     if not missing:
         return captured.graph, profile
@@ -86,12 +86,12 @@ def without_missing(captured: Captured, missing: frozenset[int], profile: Profil
     assert absence.graph is not None, "something is missing"
     graph = absence.graph
     gone = _gone(captured, absence)
-    there = {
+    present = {
         t.storage
         for t, value in zip(graph.tensors, captured.fx_values, strict=True)
         if value not in absence.values and t.producer not in gone
     }
-    storages = tuple(s if i in there else replace(s, size_bytes=0) for i, s in enumerate(graph.storages))
+    storages = tuple(s if i in present else replace(s, size_bytes=0) for i, s in enumerate(graph.storages))
     idle = gone | {i for i, node in enumerate(captured.fx_nodes) if node in absence.replaced}
     costs = replace(
         profile,
@@ -102,11 +102,11 @@ def without_missing(captured: Captured, missing: frozenset[int], profile: Profil
         ),
     )
     tensors = tuple(replace(t, storage=None) if t.producer in gone else t for t in graph.tensors)  # not even views
-    return replace(graph, nodes=_reading_at_once(graph, gone), tensors=tensors, storages=storages), costs
+    return replace(graph, nodes=_without_reads_of_dropped_nodes(graph, gone), tensors=tensors, storages=storages), costs
 
 
 def _gone(captured: Captured, absence: Absence) -> set[int]:
-    """List the nodes of the backward that are absent, and those whose results nothing else reads."""
+    """List the backward nodes that are absent, and those whose results no remaining node reads."""
     graph = captured.graph
     tensor_of = {value: index for index, value in enumerate(captured.fx_values)}
     read = {t for t in graph.gradients if captured.fx_values[t] not in absence.values}
@@ -123,8 +123,8 @@ def _gone(captured: Captured, absence: Absence) -> set[int]:
     return gone
 
 
-def _reading_at_once(graph: Graph, gone: set[int]) -> tuple[Node, ...]:
-    """Return the nodes as they are where those that are gone read nothing, and the first of the backward all that."""
+def _without_reads_of_dropped_nodes(graph: Graph, gone: set[int]) -> tuple[Node, ...]:
+    """Return the nodes, where the first backward node reads the forward values in place of the dropped nodes."""
     made = {t for index in graph.forward for t in graph.nodes[index].outputs}
     early = [t for index in sorted(gone) for t in graph.nodes[index].inputs if t in made]
     nodes = [
@@ -138,10 +138,10 @@ def _reading_at_once(graph: Graph, gone: set[int]) -> tuple[Node, ...]:
 
 
 def _overwritten(captured: Captured, absence: Absence) -> tuple[Graph, dict[fx.Node, int]]:
-    """Return the graph in which sums are their other term, and what is still overwritten there.
+    """Return the graph with each sum replaced by its present term, and the overwrites that remain possible.
 
-    Who else holds such a term, and how it lies in memory, is known to nobody before it is there: it is left alone. What
-    is reshaped is left alone too: a copy in the trace may be a view of a term with other strides.
+    A present term is never overwritten, since its strides and its other readers are unknown before it exists. Reshaped
+    values are not overwritten either: the copy in the trace may be a view if the term has other strides.
     """
     graph = captured.allocating
     tensor_of = {value: index for index, value in enumerate(captured.fx_values)}
@@ -160,6 +160,6 @@ def _overwritten(captured: Captured, absence: Absence) -> tuple[Graph, dict[fx.N
 
 
 def _zeros_bytes(node: fx.Node, absence: Absence, device: torch.device) -> int:
-    """Return the bytes of the zeros that stand in, while a computation runs, for what it reads and is absent."""
+    """Return the bytes of the zeros that a node reads in place of absent inputs while it runs."""
     shown = [a.meta["val"] for a in node.all_input_nodes if a in absence.values]
     return sum(allocated_bytes(t.numel() * t.dtype.itemsize, device) for t in shown if t.device == device)

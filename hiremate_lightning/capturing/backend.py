@@ -1,9 +1,9 @@
-"""The torch.compile backend: Dynamo's captured code in, parts of a step out.
+"""The torch.compile backend: takes captured graphs from Dynamo, returns the functions that run them.
 
-Dynamo guards on shapes, dtypes and modes and survives graph breaks; AOTAutograd functionalises and traces the joint
-graph. What is left to do here is to rewrite that graph, pass by pass, and to make records of it, see `capture`.
-AOTAutograd partitions the graph into two modules, of which only the calling convention counts: neither runs. Code
-without gradients runs as it is.
+Dynamo guards on shapes, dtypes and modes and handles graph breaks; AOTAutograd functionalises the code and traces the
+joint graph. The backend rewrites the joint graph, pass by pass, and makes its records, see `capture`. AOTAutograd
+partitions the joint graph into two modules. Both are stubs that never run; only their calling convention is used. Code
+without gradients runs as captured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .same_captures import SameCaptures
 log = logging.getLogger("hiremate_lightning")
 
 
-MakePart = Callable[[Captured], Any]  # makes what runs in the place of a joint graph, a `running.execution.Part`
+MakePart = Callable[[Captured], Any]  # makes the `running.execution.Part` that runs in place of a joint graph
 Prove = Callable[[fx.GraphModule, Runner, Any, Smaller | None], Runner]
 
 
@@ -52,14 +52,14 @@ def planning_backend(
 
     Args:
         make_part: Called once for each joint graph; the part that it returns runs in the graph's place.
-        kernels: Where the kernels of fused operations are kept; None to fuse nothing.
-        prove: Returns what runs in the place of code and proves it first. It gets the code, what runs it as captured,
-            and the part inside of that, None where nothing has a gradient; and what makes code of smaller sizes to
-            prove in its place, if anything does. None to believe what is captured.
-        say: Warns.
-        trace_ahead: Has code traced for sizes that are to come, see `EachSize`.
-        part_source: Makes parts for sizes that were not traced; None to trace each.
-        same: Runs code that is captured once more by what was made of it; None for one of its own.
+        kernels: Cache of the kernels of fused operations; None to fuse nothing.
+        prove: Wraps a runner so that it is compared with eager PyTorch first. Its arguments are the captured code, its
+            runner, the runner's part (None if nothing has a gradient), and a function that makes the code at smaller
+            sizes, on which the proof then runs instead (or None). None to run without proof.
+        say: Logs a warning.
+        trace_ahead: Called after each trace; may trace the code at larger sizes in advance, see `EachSize`.
+        part_source: Makes parts for sizes that were not traced; None to trace each size.
+        same: Finds the runner of an earlier capture of the same code; None to start with no captures.
     """
     same = same or SameCaptures()
 
@@ -96,7 +96,7 @@ def planning_backend(
             nonlocal terms
             compilation = _Compilation(make_part, kernels, serves_other_sizes=bool(sizes))
             run = compilation.compile(module, inputs, terms)
-            terms = compilation.contributions.terms  # those at the size traced last
+            terms = compilation.contributions.terms  # the first guess for the next size
 
             def at_other_sizes(module: fx.GraphModule, part: Any, smaller: Smaller | None) -> Runner:
                 return proving(module, compilation.running(part, run), part, smaller)
@@ -108,14 +108,14 @@ def planning_backend(
     return backend
 
 
-OPAQUE = (("tensorly", "einsum"),)  # module and function: it depends on nothing but its arguments
+OPAQUE = (("tensorly", "einsum"),)  # module and function; the result depends on the arguments alone
 
 
 def capture_opaque() -> None:
-    """Let torch.compile capture functions of other packages whole, since it gives up in the middle of them.
+    """Let torch.compile capture the functions in `OPAQUE` as one call each, since Dynamo fails inside of them.
 
-    All that they do with tensors can be captured: how tensorly finds the order of a contraction, for neural operators.
-    Only modules that are imported already are looked at; the others can't be called.
+    AOTAutograd can trace their tensor operations; Dynamo fails on tensorly's search for an order of contraction, which
+    neural operators use. Modules that are not imported yet are skipped: no captured code can call them.
     """
     for name, function in OPAQUE:
         opaque = getattr(sys.modules.get(name), function, None)
@@ -124,15 +124,15 @@ def capture_opaque() -> None:
 
 
 def has_gradients(inputs: Sequence[Any]) -> bool:
-    """Whether captured code may get gradients; other code runs as it is, at all sizes: there is nothing to plan."""
+    """Whether captured code may get gradients; code without gradients has no plan and runs as captured."""
     return torch.is_grad_enabled() and any(isinstance(i, torch.Tensor) and i.requires_grad for i in inputs)
 
 
 def _running_statistics(module: fx.GraphModule) -> list[int]:
     """List the positions of the inputs that are running statistics of norms.
 
-    PyTorch's own kernels update these without counting it as a change: what eager code has saved of them for a
-    backward that waits is still taken for what it was.
+    PyTorch's kernels update running statistics without incrementing the version counter, so that a pending backward
+    that has saved them raises no error. A planned forward must not increment the counter either.
     """
     norms = {node for node in module.graph.nodes if node.target in (F.batch_norm, F.instance_norm)}
     named = (node.kwargs.get(name) for node in norms for name in ("running_mean", "running_var"))
@@ -144,21 +144,21 @@ def _running_statistics(module: fx.GraphModule) -> list[int]:
 class _Compilation:
     """One compilation of captured code: AOTAutograd calls partition, then forward, then backward.
 
-    AOTAutograd's caches hold it. So it must keep neither the code nor its inputs, which would keep the model. What
-    AOTAutograd makes of it may serve other sizes too.
+    AOTAutograd's caches keep this object alive. So it must not refer to the code or its inputs, which would keep the
+    model alive. The compiled function may also run parts of other sizes, see `running`.
     """
 
     def __init__(self, make_part: MakePart, kernels: FusedKernels | None, serves_other_sizes: bool = False) -> None:
-        self.part: Any = None  # runs in the place of what was traced; None where nothing has a gradient
-        self._at_other_sizes: Any = None  # what runs now in the place of the part
+        self.part: Any = None  # runs in place of the joint graph; None if nothing has a gradient
+        self._at_other_sizes: Any = None  # the part of other sizes that runs at the moment in place of `part`
         self._make_part, self._kernels, self._serves_other_sizes = make_part, kernels, serves_other_sizes
         self._parameters: frozenset[int] = frozenset()
         self._blocks: dict[casts.Source, int] = {}
-        self.contributions = Contributions((), {})  # of what is traced
+        self.contributions = Contributions((), {})  # of the current trace
         self._captured: Captured | None = None
 
     def running(self, part: Any, run: Runner) -> Runner:
-        """Return what runs the code at other sizes, by another part, which the backward finds by what it saves."""
+        """Return a function that runs the code with the part of other sizes; the backward finds it in saved tensors."""
 
         def run_part(*arguments: Any) -> Any:
             self._at_other_sizes = part
@@ -170,7 +170,7 @@ class _Compilation:
         return run_part
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
-        """Trace captured code; return what runs it, and gives each of its results a node of autograd's graph."""
+        """Trace captured code; return a function that runs it and gives each result its own autograd node."""
         self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
         backward_pass.watch()
         self.contributions = Contributions(inputs, terms)
@@ -184,11 +184,11 @@ class _Compilation:
             except OtherTermsError as error:
                 log.debug("tracing again, with other terms of gradients")
                 self.contributions = Contributions(inputs, error.terms, is_settled=True)
-        given, statistics, is_planned = self.contributions, _running_statistics(module), self.part is not None
+        contributions, statistics, is_planned = self.contributions, _running_statistics(module), self.part is not None
 
         def run_whole(*arguments: Any) -> Any:
             with tensor_state.changes_uncounted([arguments[position] for position in statistics]):
-                results = run(*given.expand(arguments))
+                results = run(*contributions.expand(arguments))
                 if is_planned:
                     aot.give_own_nodes(results)
             return results
@@ -199,30 +199,30 @@ class _Compilation:
         backend = aot.make_backend(
             partition=self._partition, forward=self._forward, backward=self._backward, inference=self._inference
         )
-        given, self._blocks = self.contributions, casts.outermost_autocasts(module)
-        with autocasting.as_found_on_error(), given.traced(module):
-            run: Runner = backend(module, given.expand_traced(inputs))
+        contributions, self._blocks = self.contributions, casts.outermost_autocasts(module)
+        with autocasting.as_found_on_error(), contributions.traced(module):
+            run: Runner = backend(module, contributions.expand_traced(inputs))
         return run
 
     def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
-        given = self.contributions
+        contributions = self.contributions
         finished = order_of_gradients(joint, num_fwd_outputs)
         self._rewrite(joint, num_fwd_outputs)
         captured = capture(joint, num_fwd_outputs, self._parameters)
-        terms = sums_alone(captured.backward_outputs, given.of_leaves)
-        cast_terms = casts_alone(captured.backward_outputs, given.of_casts)
+        terms = sums_alone(captured.backward_outputs, contributions.of_leaves)
+        cast_terms = casts_alone(captured.backward_outputs, contributions.of_casts)
         self._captured = replace(captured, terms=terms, cast_terms=cast_terms, finished=finished)
         return _stub_modules(self._captured)
 
     def _rewrite(self, joint: fx.GraphModule, forward_count: int) -> None:
         """Run all passes over a joint graph, whose forward returns so many outputs."""
-        given = self.contributions
+        contributions = self.contributions
         joint.graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure())
         casts.show_types_of_norms(joint)
-        given.hand_over(joint, forward_count)
+        contributions.hand_over(joint, forward_count)
         drop_unread(joint.graph)
-        given.of_casts = casts.share(joint, forward_count, self._parameters, self._blocks)
-        casts.leave_out(joint, forward_count, given.of_other_types)
+        contributions.of_casts = casts.share(joint, forward_count, self._parameters, self._blocks)
+        casts.leave_out(joint, forward_count, contributions.of_other_types)
         drop_unread(joint.graph)
         for rewrite in (assignments.gather, assignments.leave_out_views, losses.join, pooling.join):
             rewrite(joint)

@@ -1,12 +1,12 @@
-"""From AOTAutograd's joint FX graph to our torch-free `Graph`, with the way back.
+"""Convert AOTAutograd's joint FX graph to the torch-free `Graph`, and keep the FX node of each record.
 
 The joint graph is functionalised: buffer updates are explicit copies at the end, and composite operators stay whole. A
-`Captured` keeps the FX nodes beside the records made of them, by the same indices.
+`Captured` holds the FX nodes under the same indices as the records made of them.
 
-Backward nodes that don't depend on an incoming gradient (detaches of saved results) sink to their first use: traced
-order would pin every such value from the start of the backward. Random operations get replay nodes, see `replays`.
-Elementwise operations of the forward join what they finish, and results of the backward take the memory of gradients
-that die as they are made, see `overwriting`.
+Backward nodes that don't depend on an incoming gradient (detaches of saved results) move to just before their first
+use: in traced order their values would be alive from the start of the backward. Random operations get replay nodes, see
+`replays`. An elementwise forward operation that works in place on a result joins the node that made the result, and a
+backward node writes its result into a gradient that nothing reads later, see `overwriting`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ..torch_private import aot, inductor, readings, tensor_state
 
 aten = torch.ops.aten
 
-# Training-mode batch norm reads running statistics only to write the next ones: its output doesn't depend on them.
+# Batch norm in training mode reads running statistics only to update them: its output doesn't depend on them.
 _IGNORES_WHAT_IT_UPDATES = {"aten._native_batch_norm_legit_functional.default"}
-# What torch's own counter leaves out: the CPU's attention does the work of the GPU's.
+# PyTorch's FLOP counter has no formula for attention on the CPU: it does the work of flash attention on the GPU.
 _FLOP_FORMULAS = {
     **flop_registry,
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
@@ -43,83 +43,83 @@ _FLOP_FORMULAS = {
         aten._scaled_dot_product_flash_attention_backward
     ],
 }
-_SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)  # by selective checkpointing
+_SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)  # selective checkpointing saves these outputs
 _ROOT = re.compile(r"^L\[['\"].*?['\"]\]\.?")
 _SUBSCRIPT = re.compile(r"(?:\._modules)?\[['\"](.*?)['\"]\]")
 _SOURCE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 class MadeFrom(Protocol):
-    """What captured code of sizes that were never traced is made from (`code_at_sizes`)."""
+    """Traces of a few sizes, from which captured code is made at sizes never traced (`code_at_sizes.CodeAtSizes`)."""
 
-    samples: tuple[Captured, ...]  # the code as it was captured at a few sizes
-    sizes: tuple[Sizes, ...]  # of each
+    samples: tuple[Captured, ...]  # the code as captured at a few sizes
+    sizes: tuple[Sizes, ...]  # the sizes of each sample
     programs: dict[Any, Any]
 
     def at(self, sizes: Sizes) -> tuple[Captured, Profile]:
-        """Return the code at some sizes, with its costs."""
+        """Return the code and its costs at the given sizes."""
 
     def without(self, missing: frozenset[int], sizes: Sizes) -> tuple[Graph, Profile]:
-        """Return its graph and costs at some sizes without what some gradients of outputs would have brought."""
+        """Return the graph and costs at the given sizes without nodes that only missing gradients need."""
 
 
 @dataclass(frozen=True)
 class Absence:
-    """What is absent from a backward."""
+    """The parts of a backward that do not run because gradients of outputs are missing."""
 
-    values: frozenset[fx.Node] = frozenset()  # that nobody computes
-    replaced: Mapping[fx.Node, fx.Node] = field(default_factory=dict)  # by sums with an absent term, the other term
-    overwrites: Mapping[fx.Node, int] = field(default_factory=dict)  # for what overwrites a gradient even so, as usual
-    graph: Graph | None = None  # in which sums are their other term; None where nothing is absent
+    values: frozenset[fx.Node] = frozenset()  # values that are not computed
+    replaced: Mapping[fx.Node, fx.Node] = field(default_factory=dict)  # sum with an absent term -> its present term
+    overwrites: Mapping[fx.Node, int] = field(default_factory=dict)  # `Captured.overwrites` of this backward
+    graph: Graph | None = None  # the graph with sums replaced by their present terms; None if nothing is absent
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured part of the training step."""
+    """One captured graph with its joint graph and records."""
 
     joint: fx.GraphModule
-    graph: Graph  # the records made of it
-    overwrites: Mapping[fx.Node, int]  # for each FX node that overwrites a gradient, the position of that argument
-    allocating: Graph  # the graph as it is where nothing is overwritten
-    fx_nodes: tuple[fx.Node, ...]  # what each node of the graph stands for
-    finishes: Mapping[fx.Node, Finish]  # what runs over a result of an FX node as a part of the same node
-    fx_values: tuple[fx.Node, ...]  # whose value each tensor of the graph is
-    forward_outputs: tuple[Any, ...]  # what the forward returns, by position: FX nodes or constants
-    backward_outputs: tuple[Any, ...]  # what the backward returns, by position: FX nodes or None
-    device: torch.device  # whose bytes are counted
+    graph: Graph  # the records of the joint graph
+    overwrites: Mapping[fx.Node, int]  # FX node that overwrites a gradient -> position of the overwritten argument
+    allocating: Graph  # the same records if nothing is overwritten: each node allocates its results
+    fx_nodes: tuple[fx.Node, ...]  # for each node of the graph, its FX node
+    finishes: Mapping[fx.Node, Finish]  # FX node -> operations that change its result in place as part of that node
+    fx_values: tuple[fx.Node, ...]  # for each tensor of the graph, the FX node that has its value
+    forward_outputs: tuple[Any, ...]  # outputs of the forward, by position: FX nodes or constants
+    backward_outputs: tuple[Any, ...]  # outputs of the backward, by position: FX nodes or None
+    device: torch.device  # the planned device: only its bytes are counted
     mutated: frozenset[int]  # inputs of the graph that the step overwrites, as tensors of the graph
-    overwritten: frozenset[int] = frozenset()  # storages that code outside overwrites between forward and backward
-    # Of how many terms the gradients of leaves are, by position among the inputs, where it is more than one and they
-    # are added up for that gradient alone.
+    overwritten: frozenset[int] = frozenset()  # storages that uncaptured code overwrites between forward and backward
+    # Number of terms of a leaf's gradient, by position of the input, if there are several terms and their sum has no
+    # other reader.
     terms: Mapping[int, int] = field(default_factory=dict)
-    # The same for gradients in half precision that are cast to be gradients of parameters, also of one term, where
-    # eager PyTorch has one cast of the parameter for all calls in a block of autocast.
+    # Number of terms of a gradient in half precision that is cast to a parameter's gradient, even if there is one term,
+    # by position of the parameter, if eager PyTorch casts that parameter once for all calls in a block of autocast.
     cast_terms: Mapping[int, int] = field(default_factory=dict)
-    finished: tuple[int, ...] = ()  # positions of the inputs with gradients, in the order in which eager finishes these
-    made_from: MadeFrom | None = None  # what it is made from where it was not traced: then only `graph` is of its sizes
-    sizes: Sizes = ()  # where it is made from other sizes
-    # What `absent` has found where gradients of outputs are missing, by their positions.
+    finished: tuple[int, ...] = ()  # inputs with gradients, in the order in which eager autograd completes these
+    made_from: MadeFrom | None = None  # the traces if this was computed from them: only `graph` has the new sizes then
+    sizes: Sizes = ()  # the new sizes if this was computed from traces of other sizes
+    # Cache of `absent.find_absent`: positions of the outputs without gradient -> absent parts of the backward.
     absences: dict[frozenset[int], Absence] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def reading_once(self, storages: Collection[int]) -> Captured:
-        """Return the same where what reads some storages of the graph is never run twice: others overwrite them."""
+        """Return a copy whose readers of these storages never run twice, since uncaptured code overwrites them."""
         graph, allocating = self.graph.reading_once(storages), self.allocating.reading_once(storages)
         return replace(self, graph=graph, allocating=allocating, overwritten=self.overwritten.union(storages))
 
     def running_once(self, random: Collection[int], reading: Collection[int]) -> Captured:
-        """Return the same where some nodes of the graph never run twice, see `Graph.running_once`."""
+        """Return a copy in which these nodes of the graph never run twice, see `Graph.running_once`."""
         graph, allocating = self.graph.running_once(random, reading), self.allocating.running_once(random, reading)
         return replace(self, graph=graph, allocating=allocating)
 
     @functools.cached_property
     def trained(self) -> tuple[int, ...]:
-        """Positions of the inputs that get gradients."""
+        """Positions of the inputs with gradients."""
         pairs = zip(self.placeholders, self.backward_outputs, strict=False)
         return tuple(position for position, (_, gradient) in enumerate(pairs) if gradient is not None)
 
     @functools.cached_property
     def alike(self) -> dict[int, torch.dtype]:
-        """Types of the gradients that look like their inputs, dense tensors of one shape and device, by position."""
+        """Dtypes of the gradients that are dense and have the shape and device of their inputs, by input position."""
         inputs, gradients = self.placeholders, self.backward_outputs
         shown = ((p, inputs[p].meta.get("val"), gradients[p].meta.get("val")) for p in self.trained)
         tensors = ((p, pair) for p, *pair in shown if all(isinstance(value, torch.Tensor) for value in pair))
@@ -137,17 +137,17 @@ class Captured:
 
 
 def capture(joint: fx.GraphModule, num_forward: int, parameters: frozenset[int] = frozenset()) -> Captured:
-    """Make the records of a joint graph, dead code already removed, with the FX nodes that they stand for.
+    """Make the records of a joint graph without dead code, and keep the FX node of each record.
 
-    The forward returns `num_forward` of its outputs; `parameters` are positions among the inputs of the forward.
+    The first `num_forward` outputs are the forward's; `parameters` are positions among the inputs of the forward.
     """
     return _Builder(joint, num_forward, parameters).build()
 
 
 def order_of_gradients(joint: fx.GraphModule, num_forward: int) -> tuple[int, ...]:
-    """List the positions of the inputs that get gradients, in the order in which eager PyTorch finishes these.
+    """List the positions of the inputs with gradients, in the order in which eager autograd completes the gradients.
 
-    The joint graph is as it was traced: autograd runs its backward in the order of eager PyTorch.
+    The joint graph must be as traced, before any pass: its backward nodes are in the order of eager PyTorch.
     """
     gradients: list[Any] = aot.joint_outputs(joint, num_forward)[1]
     place: dict[Any, int] = {node: index for index, node in enumerate(joint.graph.nodes)}
@@ -171,8 +171,8 @@ class _Builder:
     fx_values: list[fx.Node] = field(default_factory=list)
     tensor_of: dict[fx.Node, int] = field(default_factory=dict)
     finishes: dict[fx.Node, Finish] = field(default_factory=dict)
-    storage_of: dict[int, int] = field(default_factory=dict)  # identity of a fake storage -> index
-    checkpoints: dict[int, int] = field(default_factory=dict)  # number of a call of checkpoint -> its first node
+    storage_of: dict[int, int] = field(default_factory=dict)  # identity of a fake storage -> index of its record
+    checkpoints: dict[int, int] = field(default_factory=dict)  # number of a checkpoint call -> index of its first node
 
     def build(self) -> Captured:
         outputs, gradients, *_ = aot.joint_outputs(self.joint, self.num_forward)
@@ -256,7 +256,7 @@ class _Builder:
         return self.storage_of[identity]
 
     def _take_size(self, tensor: int, source: int) -> None:
-        """Let a copy of a view be as large as what lies around the view."""
+        """Raise the size of a copied view's storage to the size of the viewed storage: the kernel copies all of it."""
         to, of = self.tensors[tensor].storage, self.tensors[source].storage
         if to is not None and of is not None:
             size_bytes = max(self.storages[to].size_bytes, self.storages[of].size_bytes)
@@ -269,7 +269,7 @@ class _Builder:
         members = (node,) if finish is None else (node, *finish.steps)
         read = [self.tensor_of[a] for a in (*node.all_input_nodes, *(finish.reads if finish else ()))]
         outputs = []
-        for value in nodes.values_of(node):  # where it is finished, others read the result in its place
+        for value in nodes.values_of(node):  # readers of a finished value read its result instead
             is_finished = finish is not None and value is finish.value
             self.tensor_of[value] = self._add_tensor(finish.result if finish and is_finished else value, index, kind)
             outputs.append(self.tensor_of[value])
@@ -303,7 +303,7 @@ class _Builder:
         return index
 
     def _add_replays(self, index: int) -> None:
-        """Add the nodes that bring back the results of a random node, or of a batch norm."""
+        """Add the replay nodes that recompute the results of a random node or a batch norm."""
         node, drawn = self.nodes[index], self.fx_nodes[index]
         values = {v.args[1]: self.tensor_of[v] for v in drawn.users if nodes.is_part(v)}
         source = self.tensor_of.get(drawn.args[0]) if drawn.args and isinstance(drawn.args[0], fx.Node) else None
@@ -319,14 +319,14 @@ class _Builder:
             self._add_replay(index, replays.NORMALIZE, (*read, values[1], values[2]), (values[0],))
 
     def _begins_allocation(self, tensor: int | None) -> bool:
-        """Whether a tensor is the first in a block that the step allocates."""
+        """Whether a tensor starts at the beginning of a block that the step allocates."""
         storage = None if tensor is None else self.tensors[tensor].storage
         if tensor is None or storage is None or self.storages[storage].kind.is_resident:
             return False
         return tensor_state.int_hint(self.fx_values[tensor].meta["val"].storage_offset()) == 0
 
     def _add_state(self, index: int) -> int:
-        """Let a random node hand on the state of its generator."""
+        """Add the generator's state to the outputs of a random node; return its tensor."""
         made = replays.add_state(self.joint.graph, self.fx_nodes[index])
         state = self._add_tensor(made, index, StorageKind.ACTIVATION)
         self.nodes[index] = replace(self.nodes[index], outputs=(*self.nodes[index].outputs, state))
@@ -354,7 +354,7 @@ class _Builder:
 
 
 def work_key(node: fx.Node) -> str:
-    """Describe the work of a node: operator, and for each argument shape, strides, dtype and device, or its value."""
+    """Describe the work of a node: the operator, and each argument's shape, strides, dtype and device, or its value."""
     subgraphs = nodes.subgraphs_of(node)
 
     def describe(value: Any) -> str:
@@ -383,12 +383,12 @@ def _flops(node: fx.Node) -> int:
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
     try:
         return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
-    except Exception:  # a formula that doesn't know this call: the estimate goes by bytes alone
+    except Exception:  # the formula does not handle this call: time is then estimated from bytes alone
         return 0
 
 
 def _plain_times(value: fx.Node) -> int:
-    """Return how many times as large plain PyTorch holds a value."""
+    """Return the factor by which a value is larger in eager PyTorch."""
     if not nodes.is_part(value):
         return 1
     maker, position = cast("tuple[fx.Node, int]", value.args[:2])
@@ -405,6 +405,6 @@ def _module_path(node: fx.Node) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _line_in(stack_trace: str) -> str:
-    """Return the user's own line that a node comes from, as FILE:LINE; "" where torch alone has called it."""
+    """Return the innermost line of the user's code in a stack trace, as FILE:LINE; "" if it has none."""
     places = _SOURCE.findall(stack_trace)
     return next((f"{file}:{line}" for file, line in reversed(places) if not readings.is_of_tools(file)), "")

@@ -1,7 +1,7 @@
-"""Captured code at sizes that were never traced, made from traces of other sizes.
+"""Captured code at sizes that were never traced, made from traces of other sizes (samples).
 
-Its records are those of the sizes; all else is the first sample's: FX nodes, positions of inputs and outputs, terms.
-These tell which value is which, and do not depend on sizes.
+Its records are computed for the new sizes. Everything else is the first sample's and does not depend on sizes: FX
+nodes, positions of inputs and outputs, terms of gradients.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ NOTHING: frozenset[int] = frozenset()
 
 
 class CodeAtSizes:
-    """The same code at all sizes.
+    """Captured code that can be made at any sizes.
 
     Args:
-        samples: The code as it was captured at a few sizes, each with its costs.
-        sizes: The sizes of each, at least `LEAST_SAMPLES`; those that are equal in all samples are one size.
+        samples: The code as captured at a few sizes, each with its costs.
+        sizes: The sizes of each sample, at least `LEAST_SAMPLES` different ones.
 
     Attributes:
-        samples: The code as it was captured at these sizes.
-        sizes: The sizes of each.
-        programs: Programs of it, by what they do (`running.program_at_sizes`); they last as long as the code.
+        samples: The code as captured at each of the sizes.
+        sizes: The sizes of each sample.
+        programs: Cache of the programs of this code at all sizes, see `running.program_at_sizes`.
 
     Raises:
-        SizesDifferError: If the samples do not tell what the code is at other sizes.
+        SizesDifferError: If the samples do not determine the code at other sizes.
     """
 
     def __init__(self, samples: Sequence[tuple[Captured, Profile]], sizes: Sequence[Sizes]) -> None:
@@ -49,17 +49,17 @@ class CodeAtSizes:
         self.programs: dict[Any, Any] = Latest(32)
         self._profiles = tuple(profile for _, profile in samples)
         self._graphs = dict[frozenset[int], GraphAtSizes]()
-        # Who foresees a step asks for the code of its calls before they come.
+        # A forecast of a step makes the code of its later calls, and the calls themselves need the same code again.
         self._latest = Latest[Sizes, tuple[Captured, Profile]](4)
         self._without(NOTHING)
-        # The first sample stands for all.
+        # The first sample is used for all sizes, so these facts must be equal in all samples.
         facts = [
             (c.terms, c.cast_terms, c.finished, c.trained, c.alike, c.mutated, c.overwritten, c.device)
             for c in self.samples
         ]
         if any(of_sample != facts[0] for of_sample in facts):
             raise SizesDifferError("The same code hands on other gradients, or changes other inputs, at other sizes")
-        # Each number that any backward may need has an expression: nothing can be traced in a backward.
+        # Every size and stride needs an expression now, since a backward cannot be traced later.
         layouts = [
             [_layout(value) for node in c.joint.graph.nodes for value in tensor_state.leaves(node.meta.get("val"))]
             for c in self.samples
@@ -70,7 +70,7 @@ class CodeAtSizes:
             expression_of(self.sizes, numbers, "how a value lies in memory")
 
     def at(self, sizes: Sizes) -> tuple[Captured, Profile]:
-        """Return the code at some sizes, with its costs."""
+        """Return the code and its costs at the given sizes."""
 
         def make() -> tuple[Captured, Profile]:
             graph, profile = self._without(NOTHING).at(sizes)
@@ -79,9 +79,9 @@ class CodeAtSizes:
         return self._latest.get_or(sizes, make)
 
     def without(self, missing: frozenset[int], sizes: Sizes) -> tuple[Graph, Profile]:
-        """Return its graph and costs at some sizes without what some gradients of outputs would have brought.
+        """Return the graph and costs at the given sizes without nodes that only missing gradients need.
 
-        Where the samples differ in what is not brought, it is counted as if it were: this is asked when a step has run.
+        If the samples differ in these nodes, the full graph is returned, since this is called after a step has run.
         """
         try:
             return self._without(missing).at(sizes)
@@ -97,23 +97,23 @@ class CodeAtSizes:
 
 
 class SizesOfCalls:
-    """The sizes of all calls of the steps of one code, by those of the first call: learned from steps that ran."""
+    """Predicts the sizes of the later calls of a step from those of its first call, as in earlier steps."""
 
     def __init__(self) -> None:
-        self._calls: tuple[Captured, ...] = ()  # of the latest step
-        self._sizes = Latest[Sizes, tuple[Sizes, ...]](8)  # of the latest steps, by those of the first call
+        self._calls: tuple[Captured, ...] = ()  # the calls of the latest step
+        self._sizes = Latest[Sizes, tuple[Sizes, ...]](8)  # sizes of the first call -> sizes of all calls of that step
 
     def note(self, calls: Sequence[Captured]) -> None:
-        """Learn of the calls of a step that has ended."""
+        """Store the calls of a finished step and their sizes."""
         if not calls or any(call.made_from is None for call in calls):
             return
         if [call.made_from for call in calls] != [call.made_from for call in self._calls]:
-            self._sizes.clear()  # of other traces
+            self._sizes.clear()  # the stored sizes belong to other traces
         self._calls = tuple(calls)
         self._sizes[calls[0].sizes] = tuple(call.sizes for call in calls)
 
     def foresee(self, begun: Sequence[Captured]) -> list[tuple[Captured, Profile]]:
-        """Return the calls to come of a step, with their costs; none where their sizes are not known for sure."""
+        """Return the calls that follow those already begun, with their costs; [] if their sizes are uncertain."""
         count = len(begun)
         if len(self._sizes) < LEAST_SAMPLES or any(
             call.made_from is not before.made_from for call, before in zip(begun, self._calls, strict=False)
@@ -133,7 +133,7 @@ class SizesOfCalls:
         return [
             call.made_from.at(tuple(expression.at(first) for expression in its_sizes))
             for call, its_sizes in to_come
-            if call.made_from is not None  # each has one, see `note`
+            if call.made_from is not None  # for mypy: `note` stores no other calls
         ]
 
 

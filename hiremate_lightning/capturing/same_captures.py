@@ -1,11 +1,11 @@
-"""Captured code that was captured before: what was made of a graph runs the same graph again.
+"""Reuse the runner of an earlier capture if Dynamo captures the same graph again.
 
-A layer that is called late, as where layers are left out at random, is captured apart from the layers before it, though
-its graph is theirs. And code may change in its first call what it then asks for: transformers' heads for classification
-write into the configuration which loss to compute. What was made of the first graph runs the second one too.
+Dynamo captures equal graphs twice if a layer is first called late, as with randomly skipped layers, although its graph
+equals that of the layers before. And the first call may change a value that Dynamo guards on: transformers' heads for
+classification write the kind of loss into the configuration. The runner of the first graph runs the second graph too.
 
-What is compared is all that a trace by AOTAutograd depends on: operations and constants of the graph, inputs by kind,
-layout, and what memory they share, and the settings of torch.
+Two captures are the same if everything is equal on which AOTAutograd's trace depends: operations and constants of the
+graph; kind, layout and shared memory of the inputs; and the settings of torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Runner = Callable[..., Any]
 
 
 class SameCaptures:
-    """What runs in the place of captured code, as long as something else holds it; `tell` hears where it runs again."""
+    """Weak cache of the runners of captured code; `tell` is called if a runner is used for another capture."""
 
     def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
         self._tell = tell
@@ -35,7 +35,7 @@ class SameCaptures:
     def run_of(
         self, make: Callable[[fx.GraphModule, Sequence[Any]], Runner], module: fx.GraphModule, inputs: Sequence[Any]
     ) -> Runner:
-        """Return what runs captured code: what was made of the same code before, or else what is made now."""
+        """Return the runner of an earlier capture of the same code, or else a new one from `make`."""
         run = self.find(module, inputs)
         if run is not None:
             self._tell()
@@ -47,18 +47,18 @@ class SameCaptures:
         return run
 
     def find(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Runner | None:
-        """Return what was made of the same code before; None where nothing was."""
+        """Return the runner of an earlier capture of the same code, None if there is none."""
         return self._runs.get(_key(module, inputs))
 
     def keep(self, module: fx.GraphModule, inputs: Sequence[Any], run: Runner) -> None:
-        """Learn what was made of code."""
+        """Store the runner of captured code, unless the code can't be compared."""
         key = _key(module, inputs)
         if key is not None:
             self._runs[key] = run
 
 
 def _key(module: fx.GraphModule, inputs: Sequence[Any]) -> Hashable:
-    """Return what is equal for the same code; None where it can't be told."""
+    """Return a key that is equal for equal code; None if the code can't be compared."""
     if not hacks.is_on("same captures"):
         return None
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
@@ -71,7 +71,7 @@ def _key(module: fx.GraphModule, inputs: Sequence[Any]) -> Hashable:
 
 
 def _described_inputs(module: fx.GraphModule, inputs: Sequence[Any]) -> Hashable:
-    """Describe inputs, and what memory they share; symbols for sizes by their place, with what they may be."""
+    """Describe inputs and the memory they share; symbols of sizes by order of appearance, with their ranges."""
     places = dict[Any, Any]()
 
     def described_size(number: Any) -> Hashable:
@@ -93,8 +93,8 @@ def _described_inputs(module: fx.GraphModule, inputs: Sequence[Any]) -> Hashable
         else (isinstance(value, torch.nn.Parameter), *facts_of(value, described_size))
         for value in inputs
     )
-    # A trace may ask what other symbols are; those of code at definite sizes are numbers now.
-    values, known = values_in(module), places.keys() | module.meta.get(NUMBERS, {}).keys()
+    # Symbols without an input can't be compared, as a trace may depend on them; at definite sizes they have numbers.
+    values, symbols = values_in(module), places.keys() | module.meta.get(NUMBERS, {}).keys()
     expect(not any(isinstance(value, (torch.SymFloat, torch.SymBool)) for value in values), "a number that is no size")
-    expect(all(size.free_symbols <= known for size in expressions_in(values)), "a size that no input has")
+    expect(all(size.free_symbols <= symbols for size in expressions_in(values)), "a size that no input has")
     return facts, shared

@@ -1,7 +1,7 @@
-"""Hugging Face Accelerate: prepare a model for training inside a budget.
+"""Hugging Face Accelerate: prepare a model for training within a budget.
 
-The plan lies on the inner module, so that what Accelerate puts around it (autocast, DistributedDataParallel, gradient
-accumulation) and what it takes out again (`unwrap_model`, `get_state_dict`, `save_state`) are as ever.
+The plan is attached to the inner module. So Accelerate's wrappers (autocast, DistributedDataParallel, gradient
+accumulation) and its `unwrap_model`, `get_state_dict` and `save_state` work as without a plan.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def prepare_hiremate(
     target: Target = None,
     **options: Any,
 ) -> Any:
-    """Call `accelerator.prepare`, with the model among the objects trained inside a budget.
+    """Plan the model among the objects within a budget, and call `accelerator.prepare`.
 
-    The accelerator's trackers, where there are any, get the numbers of each plan as `hiremate/...` metrics, at the
-    number of optimizer steps since then.
+    If the accelerator has trackers, the numbers of each plan are logged to them as `hiremate/...` metrics; their step
+    is the number of optimizer steps since this call.
 
     Args:
         accelerator: The accelerator.
-        objects: What `accelerator.prepare` takes; exactly one of them is a module.
-        budget: As for `hiremate`; None for the environment variable HIREMATE_BUDGET, or "auto" where that is not set.
+        objects: The arguments of `accelerator.prepare`; exactly one of them is a module.
+        budget: As for `hiremate`; None for the environment variable HIREMATE_BUDGET, or "auto" if it is not set.
         target: As for `hiremate`.
         options: The other arguments of `hiremate`, by name.
 
@@ -59,7 +59,7 @@ def prepare_hiremate(
 
     Raises:
         BudgetError: If the budget can't be read.
-        ConfigurationError: If the set-up can't be planned; nothing is changed then.
+        ConfigurationError: If this kind of training can't be planned; nothing is changed then.
 
     Example:
         >>> model, optimizer, loader = prepare_hiremate(accelerator, model, optimizer, loader, budget="10 GiB")
@@ -94,7 +94,7 @@ def prepare_hiremate(
     planned.session.listeners.append(log)
     try:
         prepared = accelerator.prepare(*objects)
-    except BaseException:  # Ctrl-C too: the model is to be left as it was
+    except BaseException:  # also after Ctrl-C the model must be as before
         remove_hiremate(modules[0])
         raise
     planned.session.replace_compiling()
@@ -102,7 +102,7 @@ def prepare_hiremate(
 
 
 def _chosen_budget() -> str:
-    """Read the budget from the environment; a BudgetError names the variable."""
+    """Return the budget from the environment variable; a BudgetError names the variable."""
     budget = os.environ.get(ENVIRONMENT_BUDGET, "auto")
     try:
         make_options(budget)

@@ -1,11 +1,11 @@
-"""What a script trains, found by itself, and planned as `hiremate()` plans it: nothing in the script names us.
+"""Find the model that a script trains, and plan it as `hiremate()` does, without a change of the script.
 
-While a `Finder` is in place it sees the call of each module that has nothing in the place of its call. The outermost
-one that is called in training mode, with gradients on, and has a trainable parameter that an optimizer knows is
-trained; before there is an optimizer, the first one called is. What is planned is the outermost module around it, such
-as a LightningModule, so that all which trains together has one plan; what only wraps it (DistributedDataParallel,
-Fabric, torch.compile) stays outside. What other optimizers train, as the second network of a GAN, is in the same memory
-and has the same plan. A model that the script plans by itself is left to the script.
+While a `Finder` is in place it sees each call of a module whose call is not replaced. The trained module is the
+outermost one that is called in training mode, with gradients on, and has a trainable parameter in an optimizer; before
+there is an optimizer, it is the first such module without that condition. The Finder plans the outermost module that
+contains the trained one, such as a LightningModule, so that all modules trained together have one plan. Wrappers
+(DistributedDataParallel, Fabric, torch.compile) stay outside of the plan. Models of other optimizers, as the second
+network of a GAN, use the same memory and share the plan. A model that the script plans itself is left to the script.
 """
 
 from __future__ import annotations
@@ -38,39 +38,39 @@ from ..targets.training_step import plans_step_of
 from ..torch_private import backward_pass, compiled_by_torch, hooks, tensor_state
 from .compile_backend import hiremate as compile_backend
 
-DRY_STEPS = 2  # updates of the weights in a dry run: one step is recorded, the next one runs by the plan
-MOST_DRY_STEPS = 8  # where steps of several kinds take turns
+DRY_STEPS = 2  # least optimizer steps in a dry run: the first step is recorded, the second one runs by the plan
+MOST_DRY_STEPS = 8  # most optimizer steps in a dry run, if steps of several signatures alternate
 MORE = "hiremate run --html plan.html writes a page at the end"
 NOTHING_CALLED = (
     "no module with trainable parameters was called with gradients on in this process. Processes that a script starts "
     "by itself are not planned: start them with torchrun -m hiremate_lightning.run"
 )
-TRIES = 3  # calls of a module that no optimizer knows, after which it is looked at again only for a new optimizer
+TRIES = 3  # after 3 calls of a module that can't be planned, try again only after a new optimizer has stepped
 LAUNCHERS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
 @dataclass(eq=False)
 class Trained:
-    """A model that was found, by its class, and what plans it."""
+    """A model that was found, with its session and its plan."""
 
-    name: str
+    name: str  # class of the model
     session: weakref.ref[Session]
-    plan: Plan | None = None  # of its largest step so far; it stays when the model is gone
+    plan: Plan | None = None  # the plan of the largest step so far; it stays when the model is gone
 
     def note(self, plan: Plan) -> None:
-        """Note a plan when it is made, and again when it was measured."""
+        """Store a new or newly measured plan in `plan`, unless the stored one is of a larger step."""
         largest = self.plan
         if largest is None or plan.graph is largest.graph or plan.unplanned_peak_bytes >= largest.unplanned_peak_bytes:
             self.plan = plan
 
     @property
     def is_measured(self) -> bool:
-        """Whether its plan has run, and its peak was measured."""
+        """Whether the plan has run and its peak was measured."""
         return self.plan is not None and self.plan.measured.peak_bytes is not None
 
 
 class Unplanned(str, Enum):
-    """Why a model that was called is not planned, the most telling first."""
+    """Why a model that was called is not planned, the most informative reason first."""
 
     BY_SCRIPT = "the script plans {} by itself"
     EVAL = "{} was called with gradients on, but in eval mode, which is not planned; call .train() before training"
@@ -80,17 +80,17 @@ class Unplanned(str, Enum):
 
 @dataclass
 class Sightings:
-    """What was seen, to say why nothing was planned."""
+    """Observations of a script, from which `reason` explains why nothing was planned."""
 
-    updates: int = 0  # steps of optimizers
-    passed_by: int = 0  # those of weights of which no call was seen
-    unplanned: dict[Unplanned, set[str]] = field(default_factory=lambda: {why: set() for why in Unplanned})  # by name
-    ended_by: str | None = None  # the exception that ended the script, None where it ended well
-    is_stopped: bool = False  # by a dry run
+    updates: int = 0  # optimizer steps
+    passed_by: int = 0  # optimizer steps before any model was planned
+    unplanned: dict[Unplanned, set[str]] = field(default_factory=lambda: {why: set() for why in Unplanned})  # names
+    ended_by: str | None = None  # the exception that ended the script, None if it ended without one
+    is_stopped: bool = False  # whether a dry run has stopped the script
 
     @property
     def reason(self) -> str:
-        """Why nothing was planned, by the most telling observation."""
+        """The most informative reason why nothing was planned."""
         by_script, *others = (
             why.value.format(" and ".join(sorted(names))) if names else "" for why, names in self.unplanned.items()
         )
@@ -104,15 +104,15 @@ class Sightings:
 
 
 class Finder:
-    """Finds what is trained, and plans it.
+    """Finds the models that a script trains, and plans them.
 
     Args:
         budget: As for `hiremate`.
-        target: Paths of the submodules to plan; a model that has none of them is not planned.
+        target: Paths of the submodules to plan; a model that lacks one of them is not planned.
         options: The other arguments of `hiremate`, by name.
-        is_dry: Whether to stop the script once its plans were made and measured.
-        say: Shows a line.
-        more: What shows more of a plan.
+        is_dry: Whether to stop the script once its plans are made and measured.
+        say: Shows a line of text.
+        more: Sentence that tells how to see more of a plan.
     """
 
     def __init__(
@@ -126,23 +126,24 @@ class Finder:
         more: str = MORE,
     ) -> None:
         self._budget, self._target, self._options = budget, target, dict(options or {})
-        self._tell = cache(say)  # each line once
+        self._tell = cache(say)  # shows each line once
         self._more = more
         self._is_dry = is_dry
         self._is_launched = any(os.environ.get(name) for name in LAUNCHERS)
         self.trained: list[Trained] = []  # the models that were found
-        self.seen = Sightings()  # what else was seen
-        self._is_apart = False  # inside of a call in which nothing is to be found
+        self.seen = Sightings()  # why other models are not planned
+        self._is_apart = False  # whether a call is running whose inner calls are ignored
         self._has_ended = False
-        self._around: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of planned models, or in them, without a slot
+        self._around: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # wrappers and parts of planned models, no slots
+        # Module that could not be planned -> number of optimizers at the latest try, number of tries.
         self._settled: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have stepped
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have stepped
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """See all calls of modules, and all steps of optimizers; afterwards nothing is planned, and all is as before.
+        """Watch all calls of modules and steps of optimizers within the block; at its end, remove hooks and plans.
 
-        In processes that are forked meanwhile, those of data loaders for example, nothing is seen.
+        Processes forked within the block, those of data loaders for example, are not watched.
         """
         process = os.getpid()
 
@@ -156,11 +157,11 @@ class Finder:
         seeing.callback(hooks.on_compile_in_place(self._compiled_in_place))
         hooks.set_call_of_all(call)
         seeing.callback(hooks.set_call_of_all, None)
-        seeing.callback(setattr, self, "_has_ended", True)  # first of all
+        seeing.callback(setattr, self, "_has_ended", True)  # runs first, before the hooks are removed
         os.register_at_fork(after_in_child=seeing.close)
         try:
             yield
-        except BaseException as error:  # whatever ends a script, Ctrl-C too: it is named at the end
+        except BaseException as error:  # anything that ends a script, also Ctrl-C, is named in the final report
             is_asked = isinstance(error, SystemExit) and not error.code
             words = "the error below" if isinstance(error, HiRemateError) else f"{type(error).__name__}: {error}"
             self.seen.ended_by = None if is_asked else words.rstrip(": ")
@@ -171,7 +172,7 @@ class Finder:
                 self._stop_planning()
 
     def _stop_planning(self) -> None:
-        """Leave the models as they were, but for those that somebody else plans now."""
+        """Remove the plans from all models, except from models that another session plans now."""
         for session in self._sessions():
             planned = targets_of(session.root)
             if planned is not None and planned.session is session:
@@ -179,46 +180,43 @@ class Finder:
                 planned.detach()
 
     def _sessions(self) -> list[Session]:
-        """List the sessions of the models that are still in use."""
+        """List the sessions of the models that still exist."""
         return [session for trained in self.trained if (session := trained.session()) is not None]
 
     # ---------------------------------------------------------------- calls
 
-    def call(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module, by a new plan where it is found to train.
-
-        Its own call is that of every module, or what the script has compiled in its place.
-        """
+    def call(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Plan a module if it is the trained one; call it by its plan, or by `run` if it has no plan."""
         if module in self._around:
             return hooks.plain_call(module, *args, **kwargs)
         is_training = torch.is_grad_enabled() and not torch.jit.is_tracing() and not backward_pass.is_running()
         if self._has_ended or self._is_apart or not is_training or is_inside_planned():
-            return own(*args, **kwargs)
+            return run(*args, **kwargs)
         if not has_weights(module):
-            is_frozen = any(True for _ in module.parameters())  # else what it calls may train, a list of layers say
-            return self._call_apart(own, args, kwargs) if is_frozen else own(*args, **kwargs)
+            is_frozen = any(True for _ in module.parameters())  # a module without parameters may call trained ones
+            return self._call_apart(run, args, kwargs) if is_frozen else run(*args, **kwargs)
         if not module.training:
-            if not self.seen.unplanned[Unplanned.EVAL]:  # the outermost of the first call
+            if not self.seen.unplanned[Unplanned.EVAL]:  # name only the outermost module of the first such call
                 self.seen.unplanned[Unplanned.EVAL].add(_name(module))
-            return own(*args, **kwargs)
+            return run(*args, **kwargs)
         if not self._ensure_planned(module):
-            return self._call_apart(own, args, kwargs)
+            return self._call_apart(run, args, kwargs)
         slot = hooks.get_call(module)
         if isinstance(slot, Slot):
             return slot(*args, **kwargs)
-        self._around.add(module)  # no need to look at it again: it calls what is planned
+        self._around.add(module)  # skip it from now on: it calls the planned module
         return hooks.plain_call(module, *args, **kwargs)
 
-    def _call_apart(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module without looking at what it calls."""
+    def _call_apart(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module and ignore the calls inside of it."""
         self._is_apart = True
         try:
-            return own(*args, **kwargs)
+            return run(*args, **kwargs)
         finally:
             self._is_apart = False
 
     def _compiled_in_place(self, module: nn.Module, before: Any, compiled: Callable[..., Any], backend: Any) -> Any:
-        """Choose what stands in for the call of a module that is compiled in place: a plan that it has goes on."""
+        """Return the call of a module that the script compiles in place; a module that has a plan keeps it."""
         if backend in ("hiremate", compile_backend):
             self.note_script_plans(_name(module))
             return compiled
@@ -230,7 +228,7 @@ class Finder:
         return call
 
     def _ensure_planned(self, module: nn.Module) -> bool:
-        """Plan a module, unless that was tried often enough for the optimizers there are; return whether it is."""
+        """Plan a module, unless `TRIES` attempts failed with the present optimizers; return whether it is planned."""
         optimizers, tries = self._settled.get(module, (0, 0))
         if tries >= TRIES and optimizers == len(self._optimizers):
             return False
@@ -249,7 +247,7 @@ class Finder:
         planned = targets_of(root)
         if planned is not None:
             if planned.gives_way is not None:
-                planned.attach()  # modules that were added since
+                planned.attach()  # also to modules that were added since
             return planned.gives_way is not None
         if plans_step_of(root) or alive.is_compiled_by_script(root):
             self.note_script_plans(_name(root))
@@ -257,7 +255,7 @@ class Finder:
         if alive.optimizers and not alive.knows(module):
             self.seen.unplanned[Unplanned.WITHOUT_OPTIMIZER].add(_name(root))
             return False
-        if not alive.knows(module) and not _may_be_planned(root):  # an export that is tried out, say
+        if not alive.knows(module) and not _may_be_planned(root):  # for example a trial export before training
             return False
         paths = dict(root.named_modules())
         missing = next((path for path in self._target or () if path not in paths), None)
@@ -269,7 +267,7 @@ class Finder:
         return True
 
     def _plan(self, root: nn.Module, alive: Alive) -> None:
-        aside = take_compiled(root)
+        compiled = take_compiled(root)
         hiremate(root, self._budget, target=self._target, **self._options)
         planned = targets_of(root)
         assert planned is not None, "hiremate() has just taken it over"
@@ -278,13 +276,13 @@ class Finder:
         for optimizer in alive.optimizers_of(root):
             session.watch_optimizer(optimizer)
         session.reporter.more = self._more
-        session.replace_compiling(aside)
+        session.replace_compiling(compiled)
         trained = Trained(_name(root), weakref.ref(session))
         session.listeners.append(trained.note)
         self.trained.append(trained)
 
     def _refuse_unplanned_ranks(self) -> None:
-        """Refuse a script that has started its other processes by itself: these run without a plan."""
+        """Raise a ConfigurationError if the script started its other processes itself: these have no plan."""
         is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
         count = torch.distributed.get_world_size() if is_there else 1
         if count > 1 and not self._is_launched:
@@ -296,7 +294,7 @@ class Finder:
     # ---------------------------------------------------------------- optimizers
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Note an update of weights; a dry run ends where all is measured, or can't be in a few steps."""
+        """Count an optimizer step; end a dry run once all plans are measured or `MOST_DRY_STEPS` have run."""
         self._optimizers.add(optimizer)
         self.seen.updates += 1
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -310,24 +308,24 @@ class Finder:
             return
         for session in self._sessions():
             session.end_step()
-        is_known = bool(self.trained) and all(trained.is_measured for trained in self.trained)
-        if is_known or self.seen.updates >= MOST_DRY_STEPS:
+        all_measured = bool(self.trained) and all(trained.is_measured for trained in self.trained)
+        if all_measured or self.seen.updates >= MOST_DRY_STEPS:
             self.seen.is_stopped = True
             raise SystemExit(0)  # ends the script
 
-    # ---------------------------------------------------------------- words
+    # ---------------------------------------------------------------- messages
 
     def note_script_plans(self, name: str) -> None:
-        """Report, once, that a script plans a model by itself."""
+        """Record that the script plans a model itself, and show this once."""
         self.seen.unplanned[Unplanned.BY_SCRIPT].add(name)
         self._tell(f"the script plans {name} by itself: that holds, and --budget has no effect on it")
 
 
 class Alive:
-    """The modules and optimizers that exist now. To look for them takes tenths of a second: done for new modules."""
+    """The modules and optimizers that exist now. The search takes tenths of a second, so only new modules cause one."""
 
     def __init__(self) -> None:
-        gc.collect()  # what is no longer in use trains nothing
+        gc.collect()  # free unused modules and optimizers, so that they are not counted
         existing = gc.get_objects()
         self._modules = [o for o in existing if issubclass(type(o), nn.Module)]
         optimizers = [o for o in existing if issubclass(type(o), torch.optim.Optimizer) and hasattr(o, "param_groups")]
@@ -335,23 +333,23 @@ class Alive:
             o for o in optimizers if not isinstance(getattr(o, "optimizer", None), torch.optim.Optimizer)
         ]
         groups = (group for o in self.optimizers for group in o.param_groups)
-        self._known = {id(p) for group in groups for p in group["params"]}
+        self._parameter_ids = {id(p) for group in groups for p in group["params"]}
         self._parents = dict[int, list[nn.Module]]()
         for outer in self._modules:
             for inner in outer.__dict__.get("_modules", {}).values():
                 self._parents.setdefault(id(inner), []).append(outer)
 
     def knows(self, module: nn.Module) -> bool:
-        """Whether an optimizer knows any of a module's parameters."""
-        return any(id(p) in self._known for p in module.parameters())
+        """Whether any of a module's parameters is in an optimizer."""
+        return any(id(p) in self._parameter_ids for p in module.parameters())
 
     def optimizers_of(self, root: nn.Module) -> list[torch.optim.Optimizer]:
-        """List the optimizers that know any of a model's parameters."""
-        own = {id(p) for p in root.parameters()}
-        return [o for o in self.optimizers if any(id(p) in own for group in o.param_groups for p in group["params"])]
+        """List the optimizers that have any of a model's parameters."""
+        ids = {id(p) for p in root.parameters()}
+        return [o for o in self.optimizers if any(id(p) in ids for group in o.param_groups for p in group["params"])]
 
     def model_around(self, module: nn.Module) -> nn.Module:
-        """Find the outermost module around one, inside of what only wraps it; of several, that which trains most."""
+        """Return the outermost module that contains one, without wrappers; of several, that with most parameters."""
         tops, waiting, seen = list[nn.Module](), [module], {id(module)}
         while waiting:
             inner = waiting.pop()
@@ -360,38 +358,38 @@ class Alive:
                 tops.append(inner)
             waiting += [outer for outer in around if id(outer) not in seen]
             seen.update(map(id, around))
-        best = max(tops or [module], key=lambda top: sum(id(p) in self._known for p in top.parameters()))
+        best = max(tops or [module], key=lambda top: sum(id(p) in self._parameter_ids for p in top.parameters()))
         return _unwrapped(best)
 
     def others_trained(self, root: nn.Module) -> list[nn.Module]:
-        """List the other models that optimizers train, without those that are planned already, or can't be."""
+        """List the other models that optimizers train and that can be planned, but are not planned yet."""
         tops = [top for top in self._modules if id(top) not in self._parents and has_weights(top) and self.knows(top)]
-        own = {id(module) for module in root.modules()}
+        ids = {id(module) for module in root.modules()}
         unwrapped = {id(top): top for top in map(_unwrapped, tops)}
-        others = [top for top in unwrapped.values() if own.isdisjoint(map(id, top.modules()))]
+        others = [top for top in unwrapped.values() if ids.isdisjoint(map(id, top.modules()))]
         others = [top for top in others if targets_of(top) is None and not plans_step_of(top)]
         return [top for top in others if _may_be_planned(top) and not self.is_compiled_by_script(top)]
 
     def is_compiled_by_script(self, root: nn.Module) -> bool:
-        """Whether a script compiles a model with our backend for torch.compile."""
+        """Whether the script compiles a model or part of it with the torch.compile backend "hiremate"."""
         compiled_modules = [*compiled_by_torch.compiled_around(root), *compiled_by_torch.compiled_inside(root)]
         return any(compiled_by_torch.is_compiled_by(compiled, compile_backend) for compiled in compiled_modules)
 
 
 def _may_be_planned(model: nn.Module) -> bool:
-    aside = take_compiled(model)
+    restores = take_compiled(model)
     try:
         refuse(model)
     except ConfigurationError:
         return False
     finally:
-        for put_back in aside:
-            put_back()
+        for restore in restores:
+            restore()
     return True
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """Find the module that the script's author wrote, inside of what is wrapped around it for training."""
+    """Return the module inside of all wrappers that a script puts around it for training."""
     while True:
         inner: nn.Module = inside_wrappers(module)
         if isinstance(inner, nn.DataParallel) and len(inner.device_ids or ()) < 2:

@@ -1,13 +1,13 @@
-"""The torch.compile backend named "hiremate", found by its entry point, so that nothing needs to be imported.
+"""The torch.compile backend named "hiremate", registered by an entry point, so that no import is needed.
 
     model = torch.compile(model, backend="hiremate", options={"budget": "8 GiB"})
 
-Options are those of `hiremate_lightning.hiremate`. All that is compiled with equal options shares one session: its
-graphs are planned together, under one budget, however many torch.compile calls or graph breaks they come from. As for
-every session, the first graph that runs after a backward begins a new step.
+Options are those of `hiremate_lightning.hiremate`. All functions and modules compiled with equal options share one
+session: their graphs are planned together under one budget, whichever torch.compile call or graph break they come from.
+As in every session, the first graph that runs after a backward begins a new step.
 
-Here there is no module to take over, only the graphs that Dynamo captured, so some things are known less well than to
-`hiremate(model)`; docs/limits.md has them.
+The backend gets no module, only the graphs that Dynamo captured. docs/limits.md lists what it therefore lacks in
+comparison with `hiremate(model)`.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def hiremate(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile a graph that Dynamo captured so that the steps it belongs to keep within a budget of bytes.
+    """Compile a graph that Dynamo captured so that its training steps stay within a budget of bytes.
 
-    torch.compile calls this. The budget is "auto" where it is not given.
+    torch.compile calls this function. The default budget is "auto".
 
     Args:
         module: The captured graph.
-        inputs: Its arguments at capture.
+        inputs: The arguments of the graph at capture.
         options: The budget and the other options of `hiremate_lightning.hiremate`, by name; see docs/api.md.
-        mode: Has no meaning for this backend.
+        mode: Must be None, since this backend has no modes.
 
     Returns:
         The function that runs in the graph's place.
@@ -70,7 +70,7 @@ def hiremate(
     key = tuple(sorted((name, repr(value)) for name, value in checked.items()))
     callers = compiled_by_torch.under_way()
     equal = [(session, model) for session, model in sessions() if model.key == key]
-    # What was captured for one that was removed belongs to that one, and stays unplanned.
+    # A function whose session was removed keeps that session, and runs eager.
     removed = [(session, model) for session, model in equal if model.is_removed and model.has_any(callers)]
     alive = [(session, model) for session, model in equal if not model.is_removed and not model.is_gone]
     session, model = next(iter(removed + alive), None) or _begin(checked, key, module)
@@ -79,7 +79,7 @@ def hiremate(
 
 
 def _check_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Refuse names of options that there are not; fill in the default budget."""
+    """Return the options with the default budget filled in; raise a ConfigurationError for unknown names."""
     valid = [name for name in OPTIONS if name != "sizes"]
     if "sizes" in options:
         raise ConfigurationError(
@@ -96,7 +96,7 @@ def _check_names(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _begin(options: dict[str, Any], key: Key, module: fx.GraphModule) -> tuple[Session, CompiledModel]:
-    """Begin a session, whose model is named by the class of the outermost module that was compiled."""
+    """Begin a session; its model has the name of the class of the outermost compiled module."""
     stacks = (node.meta.get("nn_module_stack", {}).values() for node in module.graph.nodes)
     kind = next((kind for stack in stacks for _, kind in stack), "compiled function")
     name = kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__
@@ -109,14 +109,14 @@ def _begin(options: dict[str, Any], key: Key, module: fx.GraphModule) -> tuple[S
 
 
 class _Graph:
-    """One graph that Dynamo captured, and its place in the steps of a session."""
+    """One graph that Dynamo captured, run as part of a session's steps."""
 
     def __init__(self, session: Session, model: CompiledModel, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self._session, self._model, self._eager = session, model, module.forward
         self._name = type(model).__name__
         placeholders = module.graph.find_nodes(op="placeholder")
         self._buffers = [position for position, node in enumerate(placeholders) if "_buffers_" in node.name]
-        # Where sizes are symbols, it is traced when it runs.
+        # A graph with symbolic sizes is traced at its first run; `_take_in` sets this for all others.
         self._trains = has_gradients(inputs) and any(isinstance(value, torch.SymInt) for value in inputs)
         with session.reporter.stage("tracing"):
             prove = partial(Proof, prove=session.prover.prove) if session.options.verify else None
@@ -129,10 +129,10 @@ class _Graph:
         return self._session.take_in(captured)
 
     def run(self, *arguments: Any) -> Any:
-        """Run the graph, as a part of a step where it trains."""
+        """Run the graph, as part of a training step if it has gradients."""
         if self._model.is_removed:
             return self._eager(*arguments)
-        if not self._trains or any(map(is_fake, arguments)):  # Dynamo asks for shapes: DDP splits what it captured
+        if not self._trains or any(map(is_fake, arguments)):  # fake tensors: DDPOptimizer asks for shapes
             return self._run(*arguments)
         tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
         self._model.see(tensors, [arguments[i] for i in self._buffers])

@@ -1,9 +1,9 @@
-"""The Lightning strategy "hiremate": one device, and the callback's planning without naming the callback.
+"""The Lightning strategy "hiremate": trains on one device with a `HiRemateCallback` that it adds by itself.
 
-Importing this module registers the name. It adds nothing to what `HiRemateCallback` does, and the callback goes with
-every strategy, DDP included; prefer it unless the choice has to be made by `strategy=` alone.
+Importing this module registers the name. The strategy does no more than `HiRemateCallback`, and the callback works with
+every strategy, DDP included. Prefer the callback unless `strategy=` is the only argument that you can set.
 
-It is for the `lightning` package. `pytorch_lightning` has a registry and strategies of its own; use the callback there.
+The strategy is for the `lightning` package. `pytorch_lightning` has its own registry; use the callback there.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..planning.plan import Plan
 
 
 class HiRemateStrategy(SingleDeviceStrategy):
-    """Train on one device within a budget of bytes, with the same numbers.
+    """Train on one device within a budget of bytes, with the same numbers as without a plan.
 
     The device is the Trainer's: `Trainer(accelerator="gpu", devices=[1], strategy=HiRemateStrategy("10 GiB"))`.
 
     Args:
         budget: As for `HiRemateCallback`.
-        accelerator: As for `SingleDeviceStrategy`, like the two that follow.
+        accelerator: As for `SingleDeviceStrategy`, like `checkpoint_io` and `precision_plugin`.
         checkpoint_io: Reads and writes checkpoints.
         precision_plugin: Converts inputs, modules and losses.
         options: The other arguments of `HiRemateCallback`, by name.
@@ -40,7 +40,7 @@ class HiRemateStrategy(SingleDeviceStrategy):
     """
 
     strategy_name = "hiremate"
-    # The Trainer fills it in; SingleDeviceStrategy, which has none, would stay on the CPU when it is made by its name.
+    # The Trainer sets this attribute. SingleDeviceStrategy lacks it, and made by name it would stay on the CPU.
     parallel_devices: list[torch.device] | None = None
 
     def __init__(
@@ -57,7 +57,7 @@ class HiRemateStrategy(SingleDeviceStrategy):
 
     @property
     def plan(self) -> Plan | None:
-        """The latest plan, None before there is one; it stays after fitting."""
+        """The latest plan, None before the first one; it stays after fitting."""
         return self._callback.plan
 
     @property
@@ -66,7 +66,7 @@ class HiRemateStrategy(SingleDeviceStrategy):
         return self.parallel_devices[0] if self.parallel_devices else self._root_device
 
     def setup_environment(self) -> None:
-        """Put the callback in front of the others, which are complete now, before their `setup` is called.
+        """Insert the callback before all others; the Trainer has all its callbacks now and calls `setup` later.
 
         Raises:
             MisconfigurationException: If the Trainer or the model has a HiRemateCallback already.
@@ -83,7 +83,7 @@ class HiRemateStrategy(SingleDeviceStrategy):
         super().setup_environment()
 
     def _configure_launcher(self) -> None:
-        """Refuse several devices, as soon as the Trainer knows them."""
+        """Raise a MisconfigurationException if the Trainer has chosen several devices."""
         super()._configure_launcher()
         count = len(self.parallel_devices or ())
         if count > 1:

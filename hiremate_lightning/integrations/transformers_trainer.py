@@ -1,8 +1,8 @@
-"""Hugging Face transformers: a callback that plans what its Trainer trains.
+"""Hugging Face transformers: a callback that plans the model of a Trainer.
 
-The plan begins when training does, after the Trainer has wrapped the model, and ends with it. So all of the Trainer's
-arguments keep their meaning (bf16, gradient accumulation, evaluation, saving), but for those that recompute or compile:
-the plan takes their place for as long as it lasts.
+Planning begins with training, after the Trainer has wrapped the model, and ends with training. So the Trainer's
+arguments keep their meaning (bf16, gradient accumulation, evaluation, saving), except those for gradient checkpointing
+and torch.compile, which the plan replaces during training.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..targets.modules import targets_of
 
 
 class HiRemateTrainerCallback(TrainerCallback):
-    """Train within a budget of bytes, with the same numbers.
+    """Train within a budget of bytes, with the same numbers as without a plan.
 
-    The plan is written as a page to the Trainer's output_dir, hiremate_plan.html.
+    A page about the plan is written to hiremate_plan.html in the Trainer's output_dir.
 
     Args:
         budget: As for `hiremate`.
@@ -30,7 +30,7 @@ class HiRemateTrainerCallback(TrainerCallback):
         options: The other arguments of `hiremate`, by name.
 
     Attributes:
-        plan: The latest plan, None before there is one; it stays after training.
+        plan: The latest plan, None before the first one; it stays after training.
 
     Raises:
         BudgetError: If the budget can't be read.
@@ -46,9 +46,9 @@ class HiRemateTrainerCallback(TrainerCallback):
         self.plan: Plan | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Plan the model, as the Trainer has wrapped it."""
+        """Plan the model that the Trainer has wrapped."""
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # inside of what Accelerate puts around it
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps the optimizer
         hiremate(model, self._budget, target=self._target, optimizer=optimizer, **self._options)
         planned = targets_of(model)
         assert planned is not None, "hiremate() has just taken it over"
@@ -56,7 +56,7 @@ class HiRemateTrainerCallback(TrainerCallback):
         planned.session.replace_compiling()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the step, or one that accumulates: what follows (logging, evaluation, saving) is not measured."""
+        """End the step or accumulation step, so that logging, evaluation and saving after it are not measured."""
         model = kwargs["model"]
         planned = targets_of(model)
         if planned is not None:
@@ -66,7 +66,7 @@ class HiRemateTrainerCallback(TrainerCallback):
     on_substep_end = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop planning the model: its calls run as before."""
+        """Stop planning the model: its calls run eager again."""
         model = kwargs["model"]
         self.plan = get_plan(model) or self.plan
         remove_hiremate(model)
