@@ -1,13 +1,13 @@
-"""Assignments to slices, `x[:, :k] = y`: one operation each, where a functionalised trace has several. And idle views.
+"""Passes that make each assignment to a slice, `x[:, :k] = y`, one operation, and remove views without effect.
 
-A trace changes nothing in place. It writes an assignment as a view, a copy of the view with other values, and for each
-step of the indexing a copy of what lies around it; and its backward takes a copy of the gradient each time. Eager
-PyTorch copies the gradient once and nothing else. Here an assignment copies what it assigns to, once, several on end
-copy it once together, and what was only made to be filled, `torch.zeros(...)`, is made where it is filled. Gradients
-that die there are not copied at all, see `overwriting`. Values are moved, never computed, so no number changes.
+A functionalised trace changes nothing in place. For one assignment it has a view, a new tensor with the assigned
+values, and a copy of the surrounding tensor for each step of the indexing; its backward copies the gradient each time.
+Eager PyTorch copies only the gradient, once. After this pass an assignment copies its base tensor once, consecutive
+assignments share one copy, and a base that is only filled, such as `torch.zeros(...)`, is created by the assignment.
+Gradients that nothing reads later are not copied, see `overwriting`. Values are only moved, so no number changes.
 
-Views that undo one another are left out: derivatives transpose what was transposed, and each call costs the host a
-microsecond. What is left out is the same for all sizes, so that graphs of several batch sizes stay alike.
+A view that undoes another view is removed: derivatives transpose transposed tensors back, and each call costs the host
+a microsecond. The same views are removed at all sizes, so that graphs of several batch sizes stay equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from . import nodes
 aten = torch.ops.aten
 
 Path = tuple[tuple[str, tuple[int | None, ...]], ...]
-"""The way from a tensor to a part of it: names of views in `_VIEWS`, with their arguments."""
+"""The views that lead from a tensor to a part of it: names in `_VIEWS`, with their arguments."""
 
 _VIEWS = {"slice": aten.slice.Tensor, "select": aten.select.int, "diagonal": aten.diagonal.default}
 _SCATTERS = {
@@ -36,10 +36,10 @@ _SCATTERS = {
 _NAMES = {view: name for name, view in _VIEWS.items()}
 _DEFAULTS: dict[str, tuple[int | None, ...]] = {"slice": (0, None, None, 1), "select": (), "diagonal": (0, 0, 1)}
 
-# What gives the second argument in the shape and type of the first.
+# Operators that return the second argument in the shape and dtype of the first.
 _NEW_VALUES = {aten.copy.default, aten.fill.Scalar, aten.fill.Tensor}
 
-# What makes a tensor of one number, and does not read the tensor that it makes it like; and that number, by arguments.
+# Operators that fill a new tensor with one number -> function that finds the number among the arguments.
 _FILLED: dict[Any, Callable[[Any], Any]] = {
     **dict.fromkeys((aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default), lambda arguments: 0),
     **dict.fromkeys((aten.ones_like.default, aten.new_ones.default, aten.ones.default), lambda arguments: 1),
@@ -54,14 +54,14 @@ _EMPTY = {
     aten.new_empty_strided.default,
 }
 
-# What is laid out as another tensor is. The strides of all others are those that they were traced with.
+# Operators whose result has the strides of their argument at run time. All others have the traced strides.
 _LAID_OUT_ALIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default}
 
 
 def assign(base: torch.Tensor, *parts: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a tensor with other values in some parts of it: in place, where `out` is the tensor.
+    """Return a copy of a tensor with values assigned to parts of it; with `out=base`, assign in place.
 
-    The parts are a `Path` and what is assigned to the part at its end, a tensor or a number, and so on.
+    `parts` alternates: a `Path` to a part of the tensor, then the tensor or number to assign to it, and so on.
     """
     return _fill(torch.empty_like(base).copy_(base) if out is None else out, parts)
 
@@ -69,7 +69,7 @@ def assign(base: torch.Tensor, *parts: Any, out: torch.Tensor | None = None) -> 
 def assign_to_new(
     size: Sequence[int], value: float | None, like: tuple[torch.dtype, torch.device], *parts: Any
 ) -> torch.Tensor:
-    """Make a contiguous tensor of a type on a device, with a value, None for any, but for some parts as in `assign`."""
+    """Return a new contiguous tensor filled with a value (None for uninitialised), and with `parts` as in `assign`."""
     made = torch.empty(size, dtype=like[0], device=like[1])
     return _fill(made if value is None else made.fill_(value), parts)
 
@@ -97,7 +97,7 @@ def gather(joint: fx.GraphModule) -> None:
         _stand_alone(node)
     _copy_gradients_once(joint)
     for node in reversed(list(graph.nodes)):
-        if node.target in _SCATTERS and node.users:  # without users it was a step of a later one
+        if node.target in _SCATTERS and node.users:  # a scatter without users was a step of a gathered assignment
             _gather_steps(node)
     nodes.drop_unread(graph)
     for node in graph.find_nodes(op="call_function", target=assign):
@@ -105,7 +105,7 @@ def gather(joint: fx.GraphModule) -> None:
 
 
 def _stand_alone(node: fx.Node) -> None:
-    """Make a tensor of one number from that number alone, so that computing it again needs no other tensor."""
+    """Create a tensor of one number with `torch.full`, so that its recomputation needs no other tensor."""
     if node.target not in _FILLED or not nodes.fills_memory(node.meta["val"]):
         return
     if _is_contiguous(node) and not node.kwargs.get("pin_memory"):
@@ -115,10 +115,10 @@ def _stand_alone(node: fx.Node) -> None:
 
 
 def _copy_gradients_once(joint: fx.GraphModule) -> None:
-    """Make an assignment's backward write to the gradient itself where nothing else reads it, else to one copy.
+    """Make an assignment's backward write into the gradient itself if nothing else reads it, else into one copy.
 
-    It is traced as a copy into new memory, which is copied itself before.
-    Gradients that may lie in memory otherwise than traced, as the caller's may, are copied all the same.
+    The trace copies the gradient into new memory, and then copies that memory once more. Gradients whose strides may
+    differ from the traced ones, such as the caller's, are still copied once.
     """
     unsettled = nodes.unsettled_among(filter(aot.is_tangent, joint.graph.find_nodes(op="placeholder")))
     for node in nodes.computations(joint):
@@ -126,13 +126,13 @@ def _copy_gradients_once(joint: fx.GraphModule) -> None:
         if node.target is not aten.copy.default or nodes.source_of(node).target not in _EMPTY:
             continue
         source: Any = node.args[1]
-        shown, given = node.meta["val"], source.meta.get("val")
-        if not nodes.fills_memory(shown) or given is None:
+        shown, copied = node.meta["val"], source.meta.get("val")
+        if not nodes.fills_memory(shown) or copied is None:
             continue
-        if (shown.shape, shown.dtype, shown.device) != (given.shape, given.dtype, given.device):
+        if (shown.shape, shown.dtype, shown.device) != (copied.shape, copied.dtype, copied.device):
             continue
-        is_alike = source not in unsettled and nodes.lies_as(given, shown) and nodes.has_definite_strides(shown)
-        root = _only_read_for(node) if is_alike else None
+        is_alike = source not in unsettled and nodes.lies_as(copied, shown) and nodes.has_definite_strides(shown)
+        root = _sole_source(node) if is_alike else None
         is_torchs = root is not None and nodes.is_of_torch(nodes.operation_of(root).target)
         if root and is_torchs and nodes.is_on_new_memory(root) and nodes.lies_as(root.meta["val"], shown):
             nodes.show_as(root, shown)
@@ -144,8 +144,8 @@ def _copy_gradients_once(joint: fx.GraphModule) -> None:
             nodes.replace_node(node, aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
 
 
-def _only_read_for(copy: fx.Node) -> fx.Node | None:
-    """Return what a copy is of before any views of it; None where something else reads that."""
+def _sole_source(copy: fx.Node) -> fx.Node | None:
+    """Return the tensor that a copy was made from, through its views; None if another node reads that tensor."""
     readers, node = set(copy.all_input_nodes[:1]) | {copy}, copy.all_input_nodes[-1]
     while node.users.keys() <= readers:
         if not nodes.is_view(node.target):
@@ -155,7 +155,7 @@ def _only_read_for(copy: fx.Node) -> fx.Node | None:
 
 
 def _gather_steps(node: fx.Node) -> None:
-    """Make one operation of an assignment whose last step is this scatter."""
+    """Replace the scatters of one assignment by `assign`; `node` is the last scatter."""
     base = nodes.source_of(node)
     if not nodes.fills_memory(base.meta.get("val")) or not nodes.fills_memory(node.meta["val"]):
         return
@@ -170,14 +170,14 @@ def _gather_steps(node: fx.Node) -> None:
         scatter, source = source, source.args[1]
     if not path:
         return
-    dtype = node.meta["val"].dtype  # the part gets a tensor that can be expanded to its shape, or a number
+    dtype = node.meta["val"].dtype  # `assign` expands the source by itself, so skip copies of the same dtype
     while isinstance(source, fx.Node) and source.target in _NEW_VALUES and source.meta["val"].dtype == dtype:
         source = source.args[1]
     nodes.replace_node(node, assign, (base, tuple(path), source))
 
 
 def _leads_to(source: fx.Node, scatter: fx.Node, base: fx.Node, path: Sequence[Any]) -> bool:
-    """Whether what a scatter writes is the part of its base at a path, changed, and nothing else reads that."""
+    """Whether a scatter's source is the part of its base at a path with other values, and has no other reader."""
     view: Any = source.args[0]
     for step in reversed(path):
         if view.target not in _NAMES or _step(_NAMES[view.target], view.args[0], (*view.args[1:],)) != step:
@@ -188,7 +188,7 @@ def _leads_to(source: fx.Node, scatter: fx.Node, base: fx.Node, path: Sequence[A
 
 
 def _step(name: str, source: Any, arguments: Sequence[Any]) -> tuple[str, tuple[int, ...]] | None:
-    """Write one step of indexing in the one way that means the same; None where a number in it is not known yet."""
+    """Return one step of indexing in normal form, equal for equal steps; None if a number in it is symbolic."""
     shape, numbers = source.meta["val"].shape, (*arguments, *_DEFAULTS[name][len(arguments) :])
     if not all(isinstance(number, int) for number in (*shape, *numbers) if number is not None):
         return None
@@ -203,9 +203,9 @@ def _step(name: str, source: Any, arguments: Sequence[Any]) -> tuple[str, tuple[
 
 
 def _merge_with_base(node: fx.Node) -> None:
-    """Do an assignment where what it assigns to is made, or assigned to before, for this alone.
+    """Merge an assignment with the node that makes or last assigns to its base, if it has no other reader.
 
-    All that is assigned waits until then, and must be no more than what it is assigned to.
+    The merged sources stay alive until the assignment, so their bytes may not exceed those of the base.
     """
     base: Any = node.args[0]
     shown, parts = base.meta["val"], node.args[1:]
@@ -224,7 +224,7 @@ def _merge_with_base(node: fx.Node) -> None:
 
 
 def _is_contiguous(made: fx.Node) -> bool:
-    """Whether a new tensor has the strides that `torch.empty` gives to its shape."""
+    """Whether a new tensor has the strides that `torch.empty` gives for its shape."""
     shown: torch.Tensor = made.meta["val"]
     if made.target in _LAID_OUT_ALIKE and not nodes.has_definite_strides(shown):
         return False
@@ -233,12 +233,12 @@ def _is_contiguous(made: fx.Node) -> bool:
 
 # ---------------------------------------------------------------- views that undo one another
 
-_NOTHING = (aten.detach.default, aten.alias.default)  # without autograd
+_NOTHING = (aten.detach.default, aten.alias.default)  # without effect in a graph that runs without autograd
 _TO_THE_END = 2**63 - 1
 
 
 def leave_out_views(joint: fx.GraphModule) -> None:
-    """Make a joint graph read values where it reads views of them that show the same."""
+    """Make nodes read a value itself in place of a view with the same shape and elements; removes pairs of views."""
     output = joint.graph.output_node()
     for node in joint.graph.nodes:
         if _only_shapes(node):
@@ -251,7 +251,7 @@ def leave_out_views(joint: fx.GraphModule) -> None:
 
 
 def _shown_by(node: fx.Node) -> fx.Node | None:
-    """Return the value of which a node is a view that shows all of it in the same shape and order."""
+    """Return the value whose elements a node shows in the same shape and order; None if it shows them otherwise."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node) or node.kwargs:
         return None
     source, arguments = node.args[0], node.args[1:]
@@ -264,7 +264,7 @@ def _shown_by(node: fx.Node) -> fx.Node | None:
 
 
 def _turns_back(node: fx.Node, source: fx.Node, before: Any, after: Any) -> bool:
-    """Whether a view with some arguments undoes the view that it is of, which had others."""
+    """Whether a view with the arguments `after` undoes its source, a view with the arguments `before`."""
     if node.target is aten.squeeze.dim:
         return source.target is aten.unsqueeze.default and bool(after == before)
     if node.target is not source.target:
@@ -279,7 +279,7 @@ def _turns_back(node: fx.Node, source: fx.Node, before: Any, after: Any) -> bool
 
 
 def _only_shapes(node: fx.Node) -> bool:
-    """Whether a node gives elements another shape, and that alone says which strides it has."""
+    """Whether a node is a view that changes the shape only, and its strides follow from the shape."""
     return node.target is aten.view.default and _is_definite(node.meta["val"])
 
 

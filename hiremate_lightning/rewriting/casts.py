@@ -1,13 +1,13 @@
-"""Autocast in the joint graph: each parameter cast once in a block, as in eager PyTorch, and norms of mixed types.
+"""Autocast in the joint graph: cast each parameter once per block, as eager PyTorch does; correct norms of mixed types.
 
-In eager PyTorch autocast remembers the parameters that it has cast until its outermost block ends, so that the
-gradients of all uses are added up in half precision, and cast back once. Traced, each use has a cast of its own, and
-the gradients are added up in single precision, as with `torch.compile`. Here the graph is brought into eager's form.
+Eager autocast caches the cast parameters until its outermost block ends, so that the gradients of all uses are added up
+in half precision and cast back once. In a trace each use has its own cast, and the gradients are added up in single
+precision, as with `torch.compile`. This pass brings the joint graph into eager's form.
 
-On a CPU there are norms of values in half precision with parameters in single precision. PyTorch's kernels keep their
-statistics in single precision, and give the input a gradient in half precision. Traces say otherwise: the statistics
-are in half precision, a group norm's gradient is in single precision, and is cast. Here each value is shown in the type
-that its kernel makes, and that cast, a copy, is left out.
+On the CPU, norms take inputs in half precision with parameters in single precision. PyTorch's kernels return statistics
+in single precision and the input's gradient in half precision. Traces have other types: statistics in half precision,
+and a group norm's gradient in single precision with a cast to half. This pass sets the type that the kernel returns for
+each value, and removes that cast, which would be a copy.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .nodes import show_as, values_of
 
 aten = torch.ops.aten
 
-Source = tuple[int, str]  # of a traced node: the graph of the captured node that made it, and the name of that node
-BLOCK_AROUND = 0  # the number of the block of autocast around the call
+Source = tuple[int, str]  # the captured node that made a traced node: identity of its graph, its name
+BLOCK_AROUND = 0  # number of the autocast block that is open when the captured graph is called
 _CASTS_BY_HAND = tuple(("call_method", name) for name in ("to", "type", "type_as", "bfloat16", "half"))
 
 
 def outermost_autocasts(module: fx.GraphModule) -> dict[Source, int]:
-    """Number the blocks of autocast that are within no other, by the nodes in them that run where casts are remembered.
+    """Return the number of the outermost autocast block for each node inside of one, if autocast's cache is on there.
 
-    Only the block around the call is number `BLOCK_AROUND`. The body of a call, of `torch.utils.checkpoint` say, runs
-    where it is called; Dynamo makes one for each call.
+    The block around the captured graph has the number `BLOCK_AROUND`. The body of a higher-order call, such as
+    `torch.utils.checkpoint`, is in the block of the call; Dynamo makes one body for each call.
     """
     blocks, outside, number = dict[Source, int](), autocasting.open_blocks(), BLOCK_AROUND
-    remembers = [torch.is_autocast_cache_enabled()]  # in each open block, the innermost last
+    remembers = [torch.is_autocast_cache_enabled()]  # whether the cache is on, for each open block; innermost last
 
     def walk(code: fx.GraphModule) -> None:
         nonlocal number
@@ -51,7 +51,7 @@ def outermost_autocasts(module: fx.GraphModule) -> dict[Source, int]:
                 blocks[id(code.graph), node.name] = number
             names = [str(value.target) for value in node.all_input_nodes if value.op == "get_attr"]
             for body in (getattr(code, name, None) for name in names):
-                if isinstance(body, fx.GraphModule):  # the code that an operator is called with
+                if isinstance(body, fx.GraphModule):  # the body of a higher-order call
                     walk(body)
 
     walk(module)
@@ -61,13 +61,13 @@ def outermost_autocasts(module: fx.GraphModule) -> dict[Source, int]:
 def share(
     joint: fx.GraphModule, forward_outputs: int, parameters: Collection[int], blocks: Mapping[Source, int]
 ) -> TermCounts:
-    """Cast each parameter once in a block of autocast, and add up its gradients in that type.
+    """Cast each parameter once per autocast block, and add up its gradients in the type of the cast.
 
-    Parameters are positions among the inputs, blocks those of `outermost_autocasts`.
+    `parameters` are positions among the inputs, `blocks` is the result of `outermost_autocasts`.
 
     Returns:
-        Of how many terms gradients in that type are, by position of the parameter, where it is cast in the block around
-        the call only, and once: other calls in that block share the cast.
+        The number of terms of the gradient in the type of the cast, by position of the parameter, for parameters that
+        are cast once and only in `BLOCK_AROUND`: in eager PyTorch, other calls in that block share the cast.
     """
     cast_around: dict[int, int] = {}
     backwards: dict[int, list[fx.Node]] = {}
@@ -80,16 +80,16 @@ def share(
         for user in uses:
             if (block := _block_of(user, blocks)) is not None:
                 casts.setdefault((user.kwargs["dtype"], block), []).append(user)
-        for first, *others in casts.values():
-            if not others:
+        for first, *repeats in casts.values():
+            if not repeats:
                 continue
             like = (primal.meta["val"].shape, primal.meta["val"].dtype)
-            ends = {n for cast in (first, *others) for n in backwards.get(cast.meta["seq_nr"], ())}
-            # A cast without gradients has the number of what comes after it.
+            ends = {n for cast in (first, *repeats) for n in backwards.get(cast.meta["seq_nr"], ())}
+            # A cast without gradients has the sequence number of the next operation, so also compare shape and dtype.
             terms = sorted(n for n in ends if (n.meta["val"].shape, n.meta["val"].dtype) == like)
             gradient = dict(aot.inputs_with_gradients(joint, forward_outputs))[primal]
             if gradient is None or _add_up_before_casting(terms, gradient):
-                for cast in others:
+                for cast in repeats:
                     cast.replace_all_uses_with(first)
                     joint.graph.erase_node(cast)
         if len(primal.users) == 1 and [block for _, block in casts] == [BLOCK_AROUND]:
@@ -98,9 +98,9 @@ def share(
 
 
 def leave_out(joint: fx.GraphModule, forward_outputs: int, positions: Sequence[int]) -> None:
-    """Leave out the casts of gradients to the types of the inputs at some positions, which take gradients of any type.
+    """Remove the casts of gradients of the inputs at these positions, which accept gradients of any type.
 
-    Autograd does not cast such gradients. A trace does: its cast has the number of the operation before it.
+    Autograd does not cast such gradients, but a trace does: its cast has the sequence number of another operation.
     """
     if not positions:
         return
@@ -110,8 +110,8 @@ def leave_out(joint: fx.GraphModule, forward_outputs: int, positions: Sequence[i
     gradients = [gradient for _, gradient in aot.inputs_with_gradients(joint, forward_outputs)]
     for gradient in (gradients[position] for position in positions):
         arrived: list[Any] = arrivals(gradient) or [(gradient, gradient)]
-        (first, _), *others = [(term.args[0] if term in added else term, at) for term, at in arrived]
-        total = _sum(first, others)
+        (first, _), *rest = [(term.args[0] if term in added else term, at) for term, at in arrived]
+        total = _sum(first, rest)
         if gradient is not None and total is not gradient:
             gradient.replace_all_uses_with(total, delete_user_cb=lambda user: user.op == "output")
 
@@ -121,7 +121,7 @@ def _casts(joint: fx.GraphModule) -> list[fx.Node]:
 
 
 def _block_of(node: fx.Node, blocks: Mapping[Source, int]) -> int | None:
-    """Return the block of autocast that made a node to cast a parameter, None for any other node."""
+    """Return the autocast block in which a node casts a parameter; None if the node is no such cast."""
     is_cast = node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"} and "seq_nr" in node.meta
     if not is_cast or node.kwargs["dtype"] not in tensor_state.HALF_PRECISION:
         return None
@@ -130,10 +130,10 @@ def _block_of(node: fx.Node, blocks: Mapping[Source, int]) -> int | None:
 
 
 def _add_up_before_casting(terms: Sequence[fx.Node], total: fx.Node) -> bool:
-    """Add up gradients before they are cast, not after; return whether that is how it is now.
+    """Add up gradients before their cast instead of after it; return whether the graph was changed.
 
-    What is not just a sum of them and others is left alone. The last one is the first cast's, which autograd runs where
-    eager's only one runs.
+    `terms` are casts of gradients. They must be terms of the sum `total` and have no other reader. The last term stands
+    where eager's only cast runs, so the new cast takes its place.
     """
     arrived = arrivals(total)
     if len(terms) < 2 or not set(terms) <= {term for term, _ in arrived} or any(len(t.users) != 1 for t in terms):
@@ -143,15 +143,15 @@ def _add_up_before_casting(terms: Sequence[fx.Node], total: fx.Node) -> bool:
     with total.graph.inserting_before(terms[-1]):
         whole = total.graph.call_function(aten._to_copy.default, (half,), dict(terms[-1].kwargs))
     whole.meta = dict(terms[-1].meta)
-    (first, _), *others = [(whole if t is terms[-1] else t, at) for t, at in arrived if t not in terms[:-1]]
-    total.replace_all_uses_with(_sum(first, others))
+    (first, _), *rest = [(whole if t is terms[-1] else t, at) for t, at in arrived if t not in terms[:-1]]
+    total.replace_all_uses_with(_sum(first, rest))
     for node in (*(at for _, at in reversed(arrived[1:])), *terms):
         total.graph.erase_node(node)
     return True
 
 
 def _sum(total: Any, terms: Sequence[tuple[Any, fx.Node]]) -> Any:
-    """Add terms to a value, each before a node, which gives the addition its origin."""
+    """Add terms to a value; insert each addition before the node paired with the term, with that node's metadata."""
     for term, origin in terms:
         with origin.graph.inserting_before(origin):
             node = origin.graph.call_function(aten.add.Tensor, (total, term))
@@ -164,7 +164,7 @@ def _sum(total: Any, terms: Sequence[tuple[Any, fx.Node]]) -> Any:
 
 # ---------------------------------------------------------------- norms of mixed types
 
-# Positions of the parameters among the arguments. The first one that is given decides the type of the statistics.
+# Positions of the parameters among the arguments. The first one that is not None decides the dtype of the statistics.
 _PARAMETERS = {
     aten.native_layer_norm.default: (2, 3),
     aten.native_group_norm.default: (1, 2),
@@ -172,11 +172,11 @@ _PARAMETERS = {
     aten._native_batch_norm_legit_functional.default: (1, 2, 3, 4),
     aten._native_batch_norm_legit.no_stats: (1, 2),
 }
-_STATISTICS = (1, 2)  # positions among the results
+_STATISTICS = (1, 2)  # positions of the statistics among the results
 
 
 def show_types_of_norms(joint: fx.GraphModule) -> None:
-    """Correct the types in a joint graph."""
+    """Set the dtypes that norms on the CPU really return, and remove the casts of their gradients."""
     for target, positions in _PARAMETERS.items():
         for norm in joint.graph.find_nodes(op="call_function", target=target):
             parameters = [norm.args[position] for position in positions]
@@ -200,7 +200,7 @@ def _is_half_on_cpu(node: Any) -> bool:
 
 
 def _show_in(dtype: torch.dtype, node: fx.Node, positions: Sequence[int]) -> list[fx.Node]:
-    """Show some results of an operation in a type; return those that were shown in another one."""
+    """Set the traced dtype of the results at these positions; return the results that had another dtype."""
     parts = [part for part in values_of(node) if part.args[1] in positions and part.meta["val"].dtype != dtype]
     for part in parts:
         with tensor_state.fake_mode_of([part.meta["val"]]):

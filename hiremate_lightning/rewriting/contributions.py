@@ -1,12 +1,12 @@
-"""Accumulation of gradients across captured graphs: those of values from other code, handed over term by term.
+"""Return the gradients of a captured graph's inputs term by term, so that autograd adds them up as in eager PyTorch.
 
-Autograd adds up what the readers of a value contribute to its gradient one after the other, the last reader's first. A
-captured graph hands over one sum for all readers in it. Where code outside of the graph reads the value too, that is
-another order of additions, and gives other last bits. So where such a sum has several terms, the captured graph takes
-the value once more for each of them: autograd adds them up as it does without capture.
+Autograd adds the contributions of a value's readers to its gradient one by one, the last reader's first. A captured
+graph returns one sum for all its readers. If uncaptured code reads the value too, this changes the order of additions
+and the last bits. So if the sum has several terms, the captured graph gets one extra input with the same value for each
+further term, and autograd adds up the terms in eager's order.
 
-Of a parameter it is only known in the backward whether others read it, another run of the same graph for example. So it
-is noted of how many terms each sum is, see `running.accumulation`.
+Whether other code reads a parameter, for example another run of the same graph, is known only in the backward. So the
+number of terms of each parameter's gradient is stored, see `running.accumulation`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .nodes import written_values
 
 aten = torch.ops.aten
 
-TermCounts = Mapping[int, int]  # by position of an input: of how many terms its gradient is the sum
+TermCounts = Mapping[int, int]  # position of an input -> number of terms of its gradient
 
 
 class OtherTermsError(Exception):
-    """A captured graph was traced with other inputs than those to which the terms of its gradients belong."""
+    """A captured graph was traced with extra inputs for other numbers of terms than its gradients have."""
 
     def __init__(self, terms: TermCounts) -> None:
         super().__init__(f"gradients of several terms, by input: {terms}")
@@ -40,10 +40,10 @@ class OtherTermsError(Exception):
 
 
 def likely_terms(module: fx.GraphModule) -> TermCounts:
-    """Expect, before code is traced, of how many terms the gradients of its inputs are.
+    """Estimate, before code is traced, the number of terms of each input's gradient; inputs with one are left out.
 
-    Dynamo ran the code on tensors without memory, and autograd has noted there what reads each. A trace shows whether
-    that is right, and where it isn't the code is traced once more. Only inputs whose memory is not written to count.
+    Dynamo ran the code on fake tensors, whose autograd graph has the readers of each input. If the trace shows other
+    numbers, the code is traced once more. Inputs whose memory is written to are left out.
     """
     inputs = [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]
     results = [node.meta.get("example_value") for node in module.graph.output_node().all_input_nodes]
@@ -59,36 +59,36 @@ def _has_gradient(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 class Contributions:
-    """The gradients of one captured graph's inputs that are handed over term by term.
+    """The gradients that one captured graph returns term by term.
 
-    Inputs are without memory. The terms are those at another size, or the likely ones; or settled, as another trace has
-    found them: then this trace is the last.
+    `inputs` are fake tensors. `terms` come from a trace at another size or from `likely_terms`. With `is_settled` they
+    come from a failed trace at this size, and `hand_over` raises no error again.
     """
 
     def __init__(self, inputs: Sequence[Any], terms: TermCounts, is_settled: bool = False) -> None:
         self._is_settled, self._count = is_settled, len(inputs)
         self._with_gradient = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and v.requires_grad]
-        self.of_other_types = [i for i in self._with_gradient if takes_other_gradients(inputs[i])]  # than their own
+        self.of_other_types = [i for i in self._with_gradient if takes_other_gradients(inputs[i])]  # accept any dtype
         strided = [i for i in self._with_gradient if inputs[i].layout is torch.strided]
-        # The same graph runs for a batch that is a leaf and for what code has computed; Dynamo tells parameters apart.
+        # Dynamo guards on which inputs are parameters; any other input may be a leaf or computed, from call to call.
         self._leaves = [i for i in strided if isinstance(inputs[i], torch.nn.Parameter)]
         self._computed = [i for i in strided if i not in self._leaves]
-        self.readers: list[int] = []  # from how many places a gradient comes to each input, as the trace has shown
-        self.of_leaves: TermCounts = {}  # the same of parameters, where there are several terms
-        self.of_casts: TermCounts = {}  # see `casts.share`
+        self.readers: list[int] = []  # number of autograd edges into each input with gradient, counted by the trace
+        self.of_leaves: TermCounts = {}  # for parameters whose gradients have several terms
+        self.of_casts: TermCounts = {}  # the result of `casts.share`
         self.terms: TermCounts = {position: count for position, count in terms.items() if position in self._computed}
         self._added = [(position, term) for position, count in self.terms.items() for term in range(1, count)]
 
     def expand(self, values: Sequence[Any]) -> list[Any]:
-        """Add an input for each term of a gradient but the first.
+        """Return the inputs followed by one view of an input for each further term of its gradient.
 
-        Autograd runs what is made last first, so they are made in the opposite order of the terms.
+        Autograd runs the node created last first, so the views are created in the reverse order of the terms.
         """
         added = {place: values[place[0]].view_as(values[place[0]]) for place in reversed(self._added)}
         return [*values, *(added[place] for place in self._added)]
 
     def expand_traced(self, values: Sequence[Any]) -> list[Any]:
-        """Add the same to the inputs of a trace."""
+        """Do the same as `expand` with the fake inputs of a trace."""
         expanded = self.expand(values)
         for added, (position, _) in zip(expanded[len(values) :], self._added, strict=True):
             aot.trace_with_sizes_of(added, values[position])
@@ -96,7 +96,7 @@ class Contributions:
 
     @contextmanager
     def traced(self, module: fx.GraphModule) -> Iterator[None]:
-        """Surround a trace: readers are counted, and inputs that nothing reads are there, as many as `expand` adds."""
+        """During a trace, count the readers of inputs, and add unread inputs to the graph for those of `expand`."""
         last = next((node for node in reversed(module.graph.nodes) if node.op == "placeholder"), None)
         added: list[fx.Node] = []
         for number in range(len(self._added)):
@@ -118,16 +118,16 @@ class Contributions:
             module.recompile()
 
     def hand_over(self, joint: fx.GraphModule, forward_outputs: int) -> None:
-        """Rewrite a joint graph, with so many outputs of the forward, to hand gradients over term by term.
+        """Rewrite a joint graph, whose forward has this many outputs, to return gradients term by term.
 
         Raises:
-            OtherTermsError: There are other terms than inputs for them.
+            OtherTermsError: If the gradients have other numbers of terms than `expand` has added inputs for.
         """
         output = joint.graph.output_node()
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         added = len(self._added)
         if len(self.readers) != len(self._with_gradient) + added:
-            return  # AOTAutograd has arranged the inputs otherwise
+            return  # AOTAutograd has changed the inputs, so the counts can't be assigned to them
         readers = dict(zip(self._with_gradient, self.readers, strict=False))
         changed = set(written_values(joint))
         inputs = enumerate(aot.inputs_with_gradients(joint, forward_outputs))
@@ -136,33 +136,33 @@ class Contributions:
         def terms_of(positions: Iterable[int]) -> dict[int, list[fx.Node]]:
             kept = [position for position in positions if position not in written]
             terms = {p: [t for t, _ in additions(results[forward_outputs + p], readers[p])] for p in kept}
-            return {position: own for position, own in terms.items() if len(own) > 1}
+            return {position: parts for position, parts in terms.items() if len(parts) > 1}
 
         computed = terms_of(self._computed)
-        if len(results) - forward_outputs == self._count + added:  # else inputs that overlap are one to AOTAutograd
+        if len(results) - forward_outputs == self._count + added:  # not if AOTAutograd merged overlapping inputs
             self.of_leaves = {position: len(terms) for position, terms in terms_of(self._leaves).items()}
         counts = {position: len(terms) for position, terms in computed.items()}
         if counts != self.terms:
             if self._is_settled:
-                return  # another trace gave other terms: the sums stay
+                return  # two traces gave different terms: return the sums
             raise OtherTermsError(counts)
-        others: list[fx.Node] = []
+        further: list[fx.Node] = []
         for position, (first, *rest) in computed.items():
             results[forward_outputs + position] = first
-            others.extend(rest)
-        output.args = ((*results[: len(results) - added], *others),)
+            further.extend(rest)
+        output.args = ((*results[: len(results) - added], *further),)
 
 
 def _count_readers(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:
-    """Count the places from which a gradient comes to each input, on the way back from outputs."""
+    """Count the edges of autograd's graph that lead from the outputs to each input."""
     edges = backward_pass.edges_from(outputs)
     return [edges[edge.node, edge.output_nr] for edge in map(get_gradient_edge, inputs)]
 
 
 def additions(total: Any, count: int) -> list[tuple[fx.Node, fx.Node]]:
-    """List the terms of a sum as they arrive, each with the node that adds it; the first two have the same.
+    """List at most `count` terms of a sum in order, each with the node that adds it; the first two have the same node.
 
-    Where more than `count` arrive, the first one is the sum of those before.
+    If the sum has more additions, the first ones belong to the first reader's term, which is their sum.
     """
     arrived = arrivals(total)
     inner = len(arrived) - count  # additions before the first reader's term was complete
@@ -173,13 +173,13 @@ def additions(total: Any, count: int) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def sums_alone(gradients: Sequence[Any], terms: TermCounts) -> TermCounts:
-    """Return those of the gradients of leaves, of some terms, that are added up for this gradient alone."""
+    """Return the counts of the gradients whose sums are read by nothing but the output of the graph."""
     alone = _only_returned(gradients)
     return {p: count for p, count in terms.items() if gradients[p] in alone and additions(gradients[p], count)}
 
 
 def casts_alone(gradients: Sequence[Any], terms: TermCounts) -> TermCounts:
-    """Return those of the gradients of casts that are cast to be a gradient of a leaf, and are read by nothing else."""
+    """Return the counts of the gradients of casts that are read by nothing but the cast to a leaf's gradient."""
     alone = _only_returned(gradients)
 
     def is_alone(whole: Any, count: int) -> bool:
@@ -192,13 +192,13 @@ def casts_alone(gradients: Sequence[Any], terms: TermCounts) -> TermCounts:
 
 
 def _only_returned(gradients: Sequence[Any]) -> set[fx.Node]:
-    """List the gradients that are returned once and read by nothing."""
+    """List the gradients that the graph returns once and that no other node reads."""
     uses = Counter(value for value in gradients if isinstance(value, fx.Node))
     return {value for value, count in uses.items() if count == len(value.users) == 1}
 
 
 def arrivals(total: Any) -> list[tuple[fx.Node, fx.Node]]:
-    """List the terms of a sum as they arrive, each with the node that adds it; the first two have the same."""
+    """List all terms of a sum in order, each with the node that adds it; the first two have the same node."""
     arrived: list[tuple[Any, fx.Node]] = []
     node: Any = total
     while isinstance(node, fx.Node) and node.target is aten.add.Tensor and node.meta.get("is_gradient_acc"):

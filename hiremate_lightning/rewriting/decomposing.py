@@ -1,6 +1,6 @@
-"""Split operations with an elementwise rest: norms into statistics and rest, dropouts into mask and product.
+"""Split norms into statistics and elementwise operations, and dropouts into a mask and a product.
 
-The rest can be fused with what follows, and computed again from the statistics or the mask.
+The elementwise operations can be fused with their readers, and recomputed from the statistics or the mask.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def decompose(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Split each operation that has a decomposition here; return the operations that give each norm's statistics."""
+    """Split each operation that `_REWRITES` has; return for each norm the operations that compute its statistics."""
     statistics: list[list[fx.Node]] = []
     for node in list(graph.nodes):
         rewrite = _REWRITES.get(node.target)
@@ -33,7 +33,7 @@ def decompose(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 class _Rewriting:
-    """Writes what takes the place of one operation; each method returns the statistics that it has split off."""
+    """Replaces one operation; each public method returns the operations that compute the statistics, if any."""
 
     def __init__(self, node: fx.Node) -> None:
         self.node, self.graph = node, node.graph
@@ -56,7 +56,7 @@ class _Rewriting:
         return self._add(aten._to_copy.default, source, dtype=torch.float32) if is_short else source
 
     def _statistics(self, source: fx.Node, dims: list[int], epsilon: float) -> tuple[fx.Node, fx.Node, list[fx.Node]]:
-        """Return variance and mean over some dimensions, and the operations from there to the inverse deviation."""
+        """Return variance and mean over some dimensions, and the operations that compute the inverse deviation."""
         both = self._add(aten.var_mean.correction, source, dims, correction=0, keepdim=True)
         variance, mean = self._part(both, 0), self._part(both, 1)
         shifted = self._add(aten.add.Scalar, variance, epsilon)
@@ -72,7 +72,7 @@ class _Rewriting:
         return source if source.meta["val"].dtype == dtype else self._add(aten._to_copy.default, source, dtype=dtype)
 
     def _replace(self, results: Sequence[fx.Node], *statistics: list[fx.Node]) -> Sequence[list[fx.Node]]:
-        """Replace the results of the operation, unless the first new one is not laid out as traced."""
+        """Replace the operation's results and return `statistics`; do nothing if the first result's strides differ."""
         if results[0].meta["val"].stride() != self.node.meta["val"][0].stride():
             return ()
         for part in values_of(self.node):
@@ -83,7 +83,7 @@ class _Rewriting:
         return statistics
 
     def batch_norm(self, *arguments: Any) -> Sequence[list[fx.Node]]:
-        """Split a batch norm in training; the next running statistics come with the statistics."""
+        """Split a batch norm in training mode; the updates of running statistics are among the returned operations."""
         source, weight, bias, mean_before, variance_before, is_training, momentum, epsilon = arguments
         if not is_training:
             return ()
@@ -123,14 +123,14 @@ class _Rewriting:
         return self._replace([result, *saved], statistics)
 
     def dropout(self, source: Any, probability: float, *_: Any) -> Sequence[list[fx.Node]]:
-        """Split a dropout on the CPU into a mask that is drawn as eager draws it, and a product."""
+        """Split a dropout on the CPU into a mask, drawn as in eager PyTorch, and a product."""
         if as_eager(self.node)[0] is not dropout:
             return ()
         mask = self._add(draw_mask_of, *mask_arguments(self.node))
         return self._replace([self._masked(source, mask, probability), mask])
 
     def dropout_backward(self, gradient: Any, mask: Any, _: float) -> Sequence[list[fx.Node]]:
-        """Multiply by the number that the dropout has multiplied by."""
+        """Replace the backward of a split dropout by a product with the same mask and scale."""
         if mask.target is draw_mask_of:
             self.node.replace_all_uses_with(self._masked(gradient, mask, mask.args[-1]))
         return ()

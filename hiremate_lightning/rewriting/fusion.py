@@ -1,14 +1,14 @@
-"""Fuse elementwise operations and reductions of a captured step into kernels, before anything is planned.
+"""Fuse elementwise operations and reductions of a joint graph into kernels, before planning.
 
-The joint graph is rewritten: a group of operations between products and convolutions becomes one node, whose kernel
-Inductor makes. To all that follows it is an operator like any other: profiled, kept or computed again, simulated and
-run by the same code. A kernel that runs again gives the same bits, so a plan changes no number here either.
+A group of operations between matrix products and convolutions becomes one node, whose kernel Inductor compiles. All
+later stages treat the node as any other operator: they profile, save or recompute, simulate and run it. A kernel that
+runs again gives the same bits, so recomputation changes no number.
 
-Where a group ends decides what a plan can keep. In the forward a value is inside of a group if nothing else of the
-forward reads it: so each group has one result, and everything else is internal, costs no memory, and can't be kept. A
-backward operation that reads an internal value computes it within its own kernel, from what the group reads and from
-the results of its reductions. The backward never runs twice; there an operation joins the one that reads its result,
-where nothing else reads that and no product lies between, so that no more values are alive at once than without fusion.
+The boundaries of groups decide which values a plan can save. A forward value is internal if no forward node outside of
+its group reads it. So each group has one result; internal values take no memory and can't be saved. A backward kernel
+that reads an internal value computes it again from the group's inputs and the results of its reductions. Backward nodes
+are never recomputed: a backward operation joins the group of its only reader if no product lies between, so that fusion
+keeps no more values alive at once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .kernels import FusedKernels
 
 aten = torch.ops.aten
 
-MOST_MEMBERS = 64  # of a group; longer ones take long to compile
-_SMALL = 4  # a reduction's result is small if it has this many times fewer elements than what it reduces
+MOST_MEMBERS = 64  # most operations in a group; larger groups take long to compile
+_SMALL = 4  # a result is small if an input has at least this many times as many elements
 
-# Elementwise, or nearly so, though no tag says it: each element of the result is computed from few.
+# Operators without the pointwise tag whose result elements each depend on few input elements.
 _ELEMENTWISE = {
     getattr(aten, name).default
     for name in (
@@ -51,10 +51,10 @@ _ELEMENTWISE = {
         "softplus_backward",
     )
 }
-# Reductions to few numbers.
+# Reductions with a small result.
 _REDUCTIONS = {aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default}
 _REDUCTIONS |= {aten.amax.default, aten.amin.default, aten.var_mean.correction, aten.var.correction}
-# Reductions whose result is as large as what they read, and those with several results.
+# Reductions whose result is as large as their input, and reductions with several results.
 _COMPOSITE = {
     getattr(aten, name).default
     for name in (
@@ -73,7 +73,7 @@ _DTYPES = _FLOATS | {torch.bool, torch.uint8, torch.int32, torch.int64}
 
 
 def fuse(joint: fx.GraphModule, num_forward: int, kernels: FusedKernels) -> None:
-    """Rewrite a joint graph, dead code already removed, with fused groups; its forward returns so many outputs."""
+    """Replace groups of nodes by fused kernels in a graph without dead code; its forward has `num_forward` outputs."""
     statistics = decompose(joint.graph)
     outputs, *_ = aot.joint_outputs(joint, num_forward)
     joint.graph = _Fuser(joint, outputs, kernels).run(statistics)
@@ -81,14 +81,14 @@ def fuse(joint: fx.GraphModule, num_forward: int, kernels: FusedKernels) -> None
 
 @dataclass(eq=False)
 class _Kernel:
-    """Operations that become one kernel, in order, and whether its node is in the new graph."""
+    """A group of operations that becomes one kernel, in order; `is_written` if its node is in the new graph."""
 
     members: list[fx.Node]
     is_written: bool = False
 
 
 class _Fuser:
-    """Forms groups and writes the graph anew."""
+    """Forms groups of nodes, and builds the graph in which each group is one node."""
 
     def __init__(self, joint: fx.GraphModule, outputs: Sequence[Any], kernels: FusedKernels) -> None:
         self.joint = joint
@@ -99,14 +99,14 @@ class _Fuser:
         halves = nodes.halves(joint, outputs)
         self.forward, self.backward = ([n for n in half if n not in self.transparent] for half in halves)
         self.is_forward = set(self.forward)
-        # The gradients of outputs on which each value depends.
+        # For each value, the gradients of outputs (tangents) on which it depends.
         self.tangents_of = {n: frozenset([n]) for n in joint.graph.find_nodes(op="placeholder") if aot.is_tangent(n)}
         for node in joint.graph.nodes:
             if node not in self.tangents_of:
                 self.tangents_of[node] = frozenset().union(*(self.tangents_of[a] for a in node.all_input_nodes))
         self.fusible = {n for n in (*self.forward, *self.backward) if self._is_fusible(n)}
         self.group_of: dict[fx.Node, _Kernel] = {}
-        self.derived: set[fx.Node] = set()  # internal values that backward operations compute for themselves
+        self.derived: set[fx.Node] = set()  # internal forward values that backward kernels compute again
         self.position = {n: i for i, n in enumerate((*self.forward, *self.backward))}
         self.stretch = dict(_stretches(self.forward, self.fusible)) | dict(_stretches(self.backward, self.fusible))
 
@@ -119,7 +119,7 @@ class _Fuser:
         for node in reversed(self.backward):
             if node in self.fusible:
                 self._place_backward(node)
-        for operation, group in list(self.group_of.items()):  # it stays as it is, unless it derives what it reads
+        for operation, group in list(self.group_of.items()):  # unfuse lone operations that read no derived value
             reads = (self.origin(a) for a in operation.all_input_nodes)
             if len(group.members) == 1 and not any(a in self.derived for a in reads):
                 del self.group_of[operation]
@@ -135,9 +135,9 @@ class _Fuser:
         if nodes.mutated_arguments(node) or nodes.is_random(node, self.device) or not node.all_input_nodes:
             return False
         if self._reads_overwritten(node):
-            return False  # it has to run where it stands
+            return False  # must run before the overwrite
         if len({self.tangents_of[a] for a in node.all_input_nodes} - {frozenset()}) > 1:
-            return False  # where one of the gradients never comes, this is no computation, or one with zeros
+            return False  # if one of the gradients never arrives, this node is dropped or reads zeros
         tensors = [t for n in (node, *node.all_input_nodes) for t in tensor_state.leaves(n.meta.get("val"))]
         return all(
             isinstance(t, torch.Tensor)
@@ -155,7 +155,7 @@ class _Fuser:
         return not read.isdisjoint(self.overwritten)
 
     def _is_transparent(self, node: fx.Node) -> bool:
-        """Whether a node is a part, a view, or casts to a wider type: each reader does that for itself at no cost."""
+        """Whether a node is a part, a view, or a cast to a wider type, which each reader repeats at no cost."""
         if nodes.is_part(node) or nodes.is_view(node.target):
             return True
         if node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"} or self._reads_overwritten(node):
@@ -165,13 +165,13 @@ class _Fuser:
         return is_wider and before.dtype in _FLOATS
 
     def origin(self, node: fx.Node) -> fx.Node:
-        """Return the operation or input from which a value comes, through views and casts."""
+        """Return the operation or input that a value was made from through views and widening casts."""
         while node in self.transparent:
             node = nodes.source_of(node)
         return node
 
     def consumers(self, value: fx.Node) -> set[fx.Node]:
-        """Find the operations that read a value, directly or through views of it; the output is one of them."""
+        """Return the nodes that read a value, directly or through views of it; they may include the output node."""
         readers: set[fx.Node] = set()
         stack = list(value.users)
         while stack:
@@ -185,7 +185,7 @@ class _Fuser:
     # ---------------------------------------------------------------- forward
 
     def _place_forward(self, node: fx.Node) -> None:
-        """Put an operation into the group of all that reads it, or begin a group with it."""
+        """Add a forward operation to the group of all its readers, or start a new group with it."""
         readers = {c for c in self.consumers(node) if c in self.is_forward or c.op == "output"}
         groups = {self.group_of.get(c) for c in readers}
         group = groups.pop() if len(groups) == 1 else None
@@ -199,23 +199,23 @@ class _Fuser:
             self.derived.add(node)
 
     def _can_be_internal(self, node: fx.Node, value: fx.Node) -> bool:
-        """Whether a value can vanish into a group, or come out beside its result at little cost."""
+        """Whether a value can be internal to a group, or be a further small result of the group."""
         if not self._is_wanted(value):
             return True
         if not _is_elementwise(node):
             return self._is_small(node, value)
-        # What the backward would have to read in place of the value, and for it alone.
+        # `kept` lists the large values that the backward would read only to compute this value again.
         computed = [a for a in map(self.origin, node.all_input_nodes) if a.op not in ("placeholder", "get_attr")]
         kept = [a for a in computed if _numel(a) >= _numel(node) and not self._is_wanted(a)]
         backward = [c for c in self.consumers(value) if c not in self.is_forward]
         return all(c in self.fusible for c in backward) and len(kept) <= 1
 
     def _is_wanted(self, value: fx.Node) -> bool:
-        """Whether the backward reads a value, or derives another one from it."""
+        """Whether a backward kernel reads a value or computes another value from it."""
         return any(c not in self.is_forward or c in self.derived for c in self.consumers(value))
 
     def _may_wait(self, node: fx.Node, group: _Kernel) -> bool:
-        """Whether running an operation only where its group runs keeps no more memory waiting."""
+        """Whether running an operation as late as its group keeps no more bytes alive until then."""
         if self.stretch[node] == self.stretch[group.members[-1]]:
             return True
         computed = [a for a in map(self.origin, node.all_input_nodes) if a.op not in ("placeholder", "get_attr")]
@@ -226,18 +226,18 @@ class _Fuser:
     # ---------------------------------------------------------------- backward
 
     def _place_backward(self, node: fx.Node) -> None:
-        """Put an operation into the group of all that reads its large results, or begin a group with it."""
+        """Add a backward operation to the groups that read its large results, merged, or start a new group with it."""
         group = _Kernel([node])
         readers = {c for v in nodes.values_of(node) if not self._is_small(node, v) for c in self.consumers(v)}
         joined = {self.group_of.get(c) for c in readers}
-        others = {g for g in joined if g is None or not self._gives_gradients_only(g.members[-1])}
+        inner = {g for g in joined if g is None or not self._gives_gradients_only(g.members[-1])}
         near = {self.stretch.get(c) for c in readers} == {self.stretch[node]}
-        own = self.tangents_of[node]
-        near = near and (not own or all(self.tangents_of[c] == own for c in readers))
-        if near and len(others) <= 1 and None not in others:
+        tangents = self.tangents_of[node]
+        near = near and (not tangents or all(self.tangents_of[c] == tangents for c in readers))
+        if near and len(inner) <= 1 and None not in inner:
             members = {node, *(m for g in joined if g is not None for m in g.members)}
             read = {self.origin(a) for member in members for a in member.all_input_nodes} - members
-            # Where all that they read exists before the first of them runs, nothing else lies between.
+            # If all inputs of the members exist before the first member runs, no other node lies between the members.
             is_ready = all(self.position.get(a, -1) < self.position[node] for a in read)
             if len(members) <= MOST_MEMBERS and is_ready:
                 group.members = sorted(members, key=self.position.__getitem__)
@@ -248,13 +248,13 @@ class _Fuser:
         return _SMALL * size <= max(_numel(a) for a in node.all_input_nodes)
 
     def _gives_gradients_only(self, last: fx.Node) -> bool:
-        """Whether nothing waits for a group that ends so: sums over a batch that are the gradients of parameters."""
+        """Whether a group that ends with this node only gives small gradients of parameters, which no node reads."""
         values = nodes.values_of(last)
         return all(self._is_small(last, v) and {c.op for c in self.consumers(v)} == {"output"} for v in values)
 
 
 class _Writer:
-    """Writes the graph anew: forward, then backward, each group one node, views where they are needed first."""
+    """Builds the new graph: forward, then backward, each group as one node, views just before their first reader."""
 
     def __init__(self, fuser: _Fuser) -> None:
         self.fuser = fuser
@@ -291,7 +291,7 @@ class _Writer:
         group.is_written = True
         derived, group_of, readers = self.fuser.derived, self.fuser.group_of, self.fuser.consumers
         inner = [v for member in group.members for v in nodes.values_of(member) if v not in derived]
-        # Others read a result, or need it for what they derive.
+        # Results are values that other groups read, or need to compute derived values.
         results = [v for v in inner if any(c in derived or group_of.get(c) is not group for c in readers(v))]
         module, inputs = self._body(group.members, results)
         shown = [v.meta["val"] for v in results]
@@ -306,7 +306,7 @@ class _Writer:
                 part.meta = {**node.meta, "val": shown[position]}
 
     def _body(self, members: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
-        """Write what a kernel computes, with the views and derived values that it reads; return the values it takes."""
+        """Return a module of a group's operations, with the views and derived values they read, and its inputs."""
         transparent, derived, inside = self.fuser.transparent, self.fuser.derived, set(members)
         graph, values, inputs = fx.Graph(), dict[fx.Node, fx.Node](), list[fx.Node]()
 
@@ -340,7 +340,7 @@ def _numel(node: fx.Node) -> int:
 
 
 def _stretches(order: Sequence[fx.Node], fusible: set[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
-    """Number the stretches of fusible operations between others; long ones are cut."""
+    """Yield each node with the number of its stretch: fusible nodes up to the next other node, at most 64 long."""
     stretch = length = 0
     for node in order:
         length += 1

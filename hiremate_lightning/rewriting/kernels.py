@@ -1,8 +1,8 @@
-"""What runs in place of captured operators: kernels of eager PyTorch, and fused ones.
+"""Functions that run in place of captured operators: eager PyTorch's kernels, and fused kernels.
 
-AOTAutograd captures some operations of eager as operators that round, draw or read otherwise, or need more memory. Here
-is which, and what computes the same. A fused kernel is made of several operations, called like an operator, and
-compiled by Inductor.
+AOTAutograd captures some eager operations as operators that round, draw or read differently, or need more memory.
+`as_eager` returns functions with eager's results for them. A fused kernel consists of several operations, is called
+like an operator, and is compiled by Inductor.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from .nodes import Operation, operation_of, register
 
 aten = torch.ops.aten
 
-PARTS = 16  # most parts of an operation that takes some rows at a time
-_BY_ROWS = (torch.bernoulli, "bernoulli")  # the function and the method
+PARTS = 16  # most parts into which an operation's rows are divided
+_BY_ROWS = (torch.bernoulli, "bernoulli")  # the function and the method that draw by rows, unlike `bernoulli_`
 
 
 def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """Return what eager PyTorch runs for a node: a function, and its arguments without names.
+    """Return the function with eager PyTorch's result for a node, and its positional arguments.
 
-    Eager's dropout on the CPU multiplies by a quotient in the input's type, in both directions. The operators that are
-    captured instead multiply by a number that may be rounded otherwise, and are slower. And `bernoulli_` is captured as
-    `bernoulli`.
-    Some operators take less memory here than in eager, and no captured graph knows how much they take there.
+    Eager's dropout on the CPU multiplies by a quotient in the input's dtype, in forward and backward. The captured
+    operators multiply by a number that may be rounded differently, and are slower. `bernoulli_` is captured as
+    `bernoulli`. Some losses and `col2im` return large storages in eager; the functions for them return small ones.
     """
     arguments: Any = node.args
     if _is_dropout_on_host(node) and arguments[1] < 1:
@@ -51,7 +50,7 @@ def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _plain_times(drop: fx.Node, position: int) -> int:
-    """Return how many times as large a result is in eager: on the CPU, a mask has the type of what it drops from."""
+    """Return the factor by which a result is larger in eager: on the CPU, its mask has the dtype of the input."""
     source: Any = drop.args[0]
     is_wide = position == 1 and as_eager(drop)[0] is dropout
     return int(source.meta["val"].itemsize) if is_wide else 1
@@ -69,7 +68,7 @@ def _compact(reduced: Any) -> Callable[..., torch.Tensor]:
     return compact
 
 
-# Losses whose one number keeps the memory of all its terms.
+# Losses whose result, one number, is on a storage as large as all its terms.
 _COMPACT = {
     reduced: _compact(reduced)
     for reduced in (
@@ -82,19 +81,19 @@ _COMPACT = {
 
 
 def fold(columns: torch.Tensor, size: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> torch.Tensor:
-    """Add columns up as `col2im` does, whose result keeps memory for all of them."""
+    """Add up columns as `col2im` does, but into a storage of the result's size; `col2im` keeps a larger one."""
     channels = columns.shape[-2] // (kernel[0] * kernel[1])
     result: torch.Tensor = columns.new_empty((*columns.shape[:-2], channels, *size))
     return aten.col2im.out(columns, size, kernel, dilation, padding, stride, out=result)  # type: ignore[no-any-return]
 
 
 def draw_in_place(source: torch.Tensor, probability: float) -> torch.Tensor:
-    """Draw as `bernoulli_` does, in the order of the memory; the operator that is captured for it draws by rows."""
+    """Draw as `bernoulli_` does, in order of memory; the captured operator `bernoulli` draws by rows."""
     return torch.empty_like(source).bernoulli_(probability)
 
 
 def eager_scale(source: fx.Node, probability: float) -> float:
-    """Return the number by which eager PyTorch multiplies what a dropout keeps."""
+    """Return the number by which eager PyTorch's dropout multiplies the elements that it keeps."""
     if probability == 1:
         return 0.0
     shown: torch.Tensor = source.meta["val"]
@@ -111,7 +110,7 @@ def _is_dropout_on_host(node: fx.Node) -> bool:
 
 
 def _as_operand(scale: float, source: fx.Node) -> float:
-    """Round a number as kernels do that multiply a tensor by it."""
+    """Round a number as a kernel does that multiplies the tensor by it: to float32, or float64 for float64."""
     dtype = torch.float64 if source.meta["val"].dtype == torch.float64 else torch.float32
     with tensor_state.real_mode():
         return float(torch.tensor(scale, dtype=dtype))
@@ -124,23 +123,23 @@ def dropout(source: torch.Tensor, probability: float, scale: float) -> tuple[tor
 
 
 def draw_mask(like: torch.Tensor, probability: float, device: torch.device) -> torch.Tensor:
-    """Draw the mask of a dropout of a tensor that looks like this one, which may lie on the meta device."""
+    """Draw the mask of a dropout on `device` whose input has the layout of `like`, which may be a meta tensor."""
     return torch.empty_like(like, dtype=torch.bool, device=device).bernoulli_(1.0 - probability)
 
 
 def apply_dropout_mask(source: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return what a dropout keeps, of its input or of its output's gradient."""
-    if source.is_cpu and source.stride() == mask.stride():  # in one block; a product with booleans takes a second one
+    """Apply a dropout's mask and scale to its input, or to the gradient of its output."""
+    if source.is_cpu and source.stride() == mask.stride():  # saves the block that a product with booleans needs
         return mask.view(torch.uint8).to(source.dtype).mul_(scale).mul_(source)
     return torch.mul(source, mask).mul_(scale)
 
 
 def needs_traced_layout(target: Any) -> bool:
-    """Whether an operator of the backward must get its tensors with the strides that they were traced with.
+    """Whether a backward operator must get its tensors with the traced strides.
 
-    Gradients come from the caller with other strides than were traced. Operators of PyTorch read them as they are, but
-    for those whose derivative makes the gradient contiguous first, which left no trace where it was traced as such
-    already; and those that address memory. What others wrote may rely on anything.
+    The caller's gradients may have other strides than traced. PyTorch's operators accept any strides, except operators
+    that address memory, and operators before which autograd makes the gradient contiguous: the trace lacks that call if
+    the traced gradient was contiguous. Operators from other libraries may rely on any strides.
     """
     if isinstance(target, aot.OpOverload):
         return target.namespace not in ("aten", "prims") or target.overloadpacket in _READ_MEMORY
@@ -170,15 +169,15 @@ _READ_MEMORY = {
 
 
 def memory_format_of(value: torch.Tensor) -> torch.memory_format | None:
-    """Describe how a tensor lies in memory, None where it has gaps or another order of its dimensions."""
+    """Return the memory format of a tensor, None if it has gaps or another order of dimensions."""
     last = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}.get(value.dim(), ())
     return next((f for f in (torch.contiguous_format, *last) if value.is_contiguous(memory_format=f)), None)
 
 
 def parts_of(count: int, row_bytes: int, together: int = 1) -> list[slice]:
-    """Divide rows into parts to take one after the other, the last one the smallest; some rows stay together.
+    """Divide `count` rows into parts to process one by one, the last one the smallest.
 
-    A part is at most half of them, or all of them at once would take less memory.
+    A part has a multiple of `together` rows, and otherwise at most half of all rows, so that memory is saved.
     """
     enough = -(-thresholds.current.part_bytes // max(1, row_bytes))
     rows = max(1, -(-count // PARTS), min(enough, -(-count // 2)))
@@ -187,7 +186,7 @@ def parts_of(count: int, row_bytes: int, together: int = 1) -> list[slice]:
 
 
 def waves(shape: tuple[int, ...]) -> torch.Tensor:
-    """Make numbers of both signs and all magnitudes up to three, without a generator, to compare kernels on."""
+    """Make numbers from -3 to 3, for comparisons of kernels, without use of a random generator."""
     count = torch.Size(shape).numel()
     return torch.arange(1, count + 1, dtype=torch.float64).mul_(1.7).sin_().mul_(3).view(shape)
 
@@ -196,9 +195,9 @@ def waves(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 class Kernel:
-    """A fused group of operations, called like an operator. What can't be compiled runs operation by operation.
+    """A fused group of operations, called like an operator. If compilation fails, it runs operation by operation.
 
-    The group takes tensors and returns a list of tensors that look like the results. `announce` is told of failures.
+    `module` takes tensors and returns a list of tensors laid out like `results`. `announce` gets messages on failures.
     """
 
     def __init__(
@@ -223,14 +222,14 @@ class Kernel:
         return results[0] if len(self._layouts) == 1 else results
 
     def compile(self) -> None:
-        """Compile the group, and try the kernel on made-up inputs; outside of torch's tracing modes."""
+        """Compile the group and run the kernel once on zeros; call this outside of torch's tracing modes."""
         module = self.module
         shown = [p.meta["val"] for p in module.graph.find_nodes(op="placeholder")]
         try:
             inputs = [tensor_state.laid_out_like(s).zero_() for s in shown]
             run = inductor.compile_graph(module, inputs)
             self._check(run(list(inputs)), inputs)
-        except Exception as error:  # whatever a compiler may fail with: the group runs all the same
+        except Exception as error:  # a compiler may raise anything: run the group without it
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             self._announce(
                 f"Inductor could not compile a group of {len(module.graph.nodes)} operations, "
@@ -241,7 +240,7 @@ class Kernel:
             self.run = run
 
     def _check(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Hold a compiled kernel to what was traced: what follows relies on layouts, and on results of their own."""
+        """Raise a ValueError if results have other layouts than traced or share memory: later nodes rely on both."""
         layouts = [_layout(r) for r in results]
         if layouts != self._layouts:
             raise ValueError(f"its results are laid out as {layouts}, expected {self._layouts}")
@@ -251,20 +250,20 @@ class Kernel:
 
 
 class FusedKernels:
-    """Gives each distinct group its kernel: equal groups, in all layers and graphs, share one."""
+    """Cache of fused kernels: equal groups, in all layers and graphs, share one kernel."""
 
     def __init__(self, announce: Callable[[str], None]) -> None:
         self._announce, self._known = announce, dict[str, Kernel]()
 
     def get(self, module: fx.GraphModule, results: Sequence[torch.Tensor]) -> Kernel:
-        """Return the kernel of a group, which takes tensors and returns a list of these results."""
+        """Return the kernel of a group, whose module returns a list of tensors with the layouts of `results`."""
         key = _describe(module.graph)
         if key not in self._known:
             self._known[key] = Kernel(module, key, results, self._announce)
         return self._known[key]
 
     def compile(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compile what is not compiled yet; the progress is the number of compiled kernels, and of all."""
+        """Compile all kernels not compiled yet; `progress` gets the number compiled so far and that to compile."""
         missing = [kernel for kernel in self._known.values() if kernel.run is None]
         for done, kernel in enumerate(missing):
             progress(done, len(missing))
@@ -276,7 +275,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _describe(graph: fx.Graph) -> str:
-    """Describe what a graph computes: equal for graphs that do the same, whatever their nodes are called."""
+    """Describe the computation of a graph: equal for graphs that differ only in the names of their nodes."""
     number = {node: i for i, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:

@@ -1,8 +1,8 @@
-"""Reading a joint FX graph: what computes, what belongs to the forward, what draws or writes, and where values lie.
+"""Facts about a joint FX graph: which nodes compute, belong to the forward, draw or write; how values share memory.
 
-Torch traces forward and backward into one graph. Whoever rewrites it or makes records of it agrees on these facts. A
-pass that puts a function of this package in the place of PyTorch's operators registers here what readers must know of
-it: what plain PyTorch needs for the same, and whether it may overwrite memory.
+PyTorch traces forward and backward into one graph. The passes and the maker of records share these functions. A pass
+that replaces PyTorch's operators by a function of this package registers an `Operation` for the function here: what
+eager PyTorch needs for the same work, and whether the function may overwrite memory.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from ..torch_private import aot, operators, tensor_state
 
 aten = torch.ops.aten
 
-# Add up, or choose among equals, in an order that a GPU does not fix: a second run may differ in the last bit, or name
-# another index. The forward operators that PyTorch calls nondeterministic, in its kernels or in the documentation of
-# `torch.use_deterministic_algorithms`, and to be safe other scans, modes, reductions by segment and sparse products.
+# Forward operators that may differ in the last bit, or return another index, in a second run on a GPU, since the order
+# of their additions is not fixed. PyTorch calls them nondeterministic in its kernels or in the documentation of
+# `torch.use_deterministic_algorithms`; other scans, modes, segment reductions and sparse products are added for safety.
 _ORDER_DEPENDENT_ON_GPU = re.compile(
     r"aten\.(scatter_add|scatter_reduce|scatter\.src|scatter\.reduce|index_add|index_copy|index_put|_unsafe_index_put|"
     r"index_reduce|put|segment_reduce|histc|bincount|cumsum|cumprod|logcumsumexp|kthvalue|median|nanmedian|mode|"
     r"max_unpool2d|max_unpool3d|nll_loss2d_forward|_sparse_mm|_sparse_addmm|_cudnn_ctc_loss)\b"
 )
-# Higher-order operators that compute the same again, where what they call does.
+# Higher-order operators whose second run gives the same values if those of the nodes in their subgraphs do.
 _CALLS_SUBGRAPHS = {"associative_scan", "cond", "flex_attention", "invoke_subgraph", "map_impl", "scan"}
 _CALLS_SUBGRAPHS |= {"while_loop", "while_loop_stack_output"}
-CALLS_AN_OPERATOR = {"auto_functionalized", "auto_functionalized_v2"}  # one that writes to its arguments
-TRITON = "triton_kernel_wrapper_functional"  # calls a kernel of a user
-# Their operators talk to other processes: they run as often, and in the order, that these expect.
+CALLS_AN_OPERATOR = {"auto_functionalized", "auto_functionalized_v2"}  # they call an operator that mutates arguments
+TRITON = "triton_kernel_wrapper_functional"  # calls a user's Triton kernel
+# Namespaces of operators that communicate with other processes, so their number and order must not change.
 _COLLECTIVE = {"_c10d_functional", "_c10d_functional_autograd", "c10d"}
-# Operators whose result has the strides of their first input, beside those that PyTorch tags as pointwise, and views.
+# Operators, beside pointwise ones and views, whose result has the strides of their first input.
 _FOLLOWS_STRIDES = {
     aten._to_copy.default,
     aten.copy.default,
@@ -51,8 +51,8 @@ _FOLLOWS_STRIDES = {
     aten.slice_scatter.default,
 }
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
-# Operators whose kernels lay out their results otherwise than traces say, with the formats in which they do not, where
-# all that they read has the same.
+# Operator -> memory formats in which its results have the traced strides, if all its inputs and results have the
+# format. In other formats the results may have other strides than traced.
 _TRACED_OTHERWISE: dict[Any, tuple[torch.memory_format, ...]] = {
     aten._log_softmax_backward_data.default: _FORMATS,
     aten.elu_backward.default: _FORMATS,
@@ -66,7 +66,7 @@ _TRACED_OTHERWISE: dict[Any, tuple[torch.memory_format, ...]] = {
     aten.native_layer_norm_backward.default: _FORMATS[:1],
     aten.softplus_backward.default: _FORMATS,
 }
-# Where these write into a copy of a view, PyTorch copies the view's whole storage; a trace counts the view alone.
+# If the input of these operators is a view, eager's kernels copy its whole storage; the trace counts only the view.
 COPIES_STORAGE = {
     aten.copy.default,
     aten.slice_scatter.default,
@@ -74,13 +74,13 @@ COPIES_STORAGE = {
     aten.diagonal_scatter.default,
     aten.as_strided_scatter.default,
 }
-# Show the same elements in the same order.
+# Views with the same elements in the same order.
 SHAPES = (aten.view.default, aten._unsafe_view.default)
 _ORIGIN = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
 
 
 class Into(Enum):
-    """Which of its arguments an operation may compute into, where it is told so by the argument `out`."""
+    """The arguments that an operation accepts as `out`, to write its result into them."""
 
     NONE = "none"
     FIRST = "its first argument, however the others lie in memory"
@@ -89,17 +89,17 @@ class Into(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a function promises that stands in a joint graph, registered by the module that puts it there."""
+    """Properties of a function in a joint graph, registered by the module that inserts it."""
 
-    plain_bytes: Callable[[fx.Node], int] = lambda node: 0  # of plain PyTorch while it runs, beside its result
-    plain_reads: Callable[[fx.Node], tuple[fx.Node, ...]] = lambda node: ()  # by plain PyTorch alone
-    plain_only_reads: Callable[[fx.Node], tuple[fx.Node, ...]] = lambda node: ()  # what plain PyTorch does not read
-    plain_times: Callable[[fx.Node, int], int] = lambda node, position: 1  # how often as large it holds a result
+    plain_bytes: Callable[[fx.Node], int] = lambda node: 0  # workspace of eager PyTorch for the same work
+    plain_reads: Callable[[fx.Node], tuple[fx.Node, ...]] = lambda node: ()  # values that only eager PyTorch reads
+    plain_only_reads: Callable[[fx.Node], tuple[fx.Node, ...]] = lambda node: ()  # inputs that eager does not read
+    plain_times: Callable[[fx.Node, int], int] = lambda node, position: 1  # size of a result in eager / size here
     is_random: bool = False
-    is_fresh: bool = False  # its results have new memory, of the size that a trace says
+    is_fresh: bool = False  # its results have new storages of the traced sizes
     into: Into = Into.NONE
-    keeps_nothing: bool = False  # once it has run, nothing but its result refers to what it is given
-    follows_strides: bool = False  # its result lies in memory as its first argument does
+    keeps_nothing: bool = False  # after it has run, only its result may refer to its inputs
+    follows_strides: bool = False  # its result has the strides of its first argument
 
 
 _NO_PROMISE = Operation()
@@ -107,17 +107,17 @@ _registered: dict[Any, Operation] = {}
 
 
 def register(function: Callable[..., Any], operation: Operation) -> None:
-    """Register what a function promises that stands in joint graphs."""
+    """Register the properties of a function that stands in joint graphs."""
     _registered[function] = operation
 
 
 def operation_named(target: Any) -> Operation:
-    """Return what is promised of a node's target."""
+    """Return the registered properties of a node's target, or the defaults."""
     return _registered.get(target, _NO_PROMISE) if callable(target) else _NO_PROMISE
 
 
 def planned_device(joint: fx.GraphModule) -> torch.device:
-    """Find the device that holds most of the inputs' bytes."""
+    """Return the device that holds most bytes of the inputs."""
     by_device = Counter[torch.device]()
     for value in (node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")):
         if tensor_state.is_dense(value):
@@ -126,7 +126,7 @@ def planned_device(joint: fx.GraphModule) -> torch.device:
 
 
 def is_part(node: fx.Node) -> bool:
-    """Whether a node only picks one output of a computation with several."""
+    """Whether a node only picks one output of a computation with several outputs."""
     source = node.args[0] if node.args else None
     return (
         node.target is operator.getitem
@@ -136,12 +136,12 @@ def is_part(node: fx.Node) -> bool:
 
 
 def computations(joint: fx.GraphModule) -> list[fx.Node]:
-    """List what computes, in order."""
+    """List the nodes that compute, in order."""
     return [n for n in joint.graph.nodes if n.op in ("call_function", "call_method", "call_module") and not is_part(n)]
 
 
 def values_of(node: fx.Node) -> list[fx.Node]:
-    """List what a computation hands on: itself, or the parts that are used of a tuple."""
+    """List the values of a computation: the node itself, or the used parts of its tuple."""
     value = node.meta.get("val")
     if isinstance(value, (tuple, list, dict)):
         order: list[Any] = list(value if isinstance(value, dict) else range(len(value)))
@@ -150,19 +150,19 @@ def values_of(node: fx.Node) -> list[fx.Node]:
 
 
 def operation_of(node: fx.Node) -> fx.Node:
-    """Return the computation whose value, or part of whose value, a node is."""
+    """Return the computation that makes a value: the node itself, or the source of a part."""
     return source_of(node) if is_part(node) else node
 
 
 def source_of(node: fx.Node) -> fx.Node:
-    """Return the first argument of a node, a value."""
+    """Return the first argument of a node, which must be a node."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return source
 
 
 def origin_of(node: fx.Node) -> dict[str, Any]:
-    """Return the metadata that tells where a node comes from."""
+    """Return the metadata on the module and source line of a node."""
     return {key: node.meta[key] for key in _ORIGIN if key in node.meta}
 
 
@@ -176,7 +176,7 @@ def replace_node(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any 
 
 
 def show_as(node: fx.Node, shown: torch.Tensor) -> None:
-    """Replace what shows a value, also among the results of the computation whose part it is."""
+    """Replace the fake tensor of a node, and also that in the tuple of its computation if the node is a part."""
     node.meta["val"] = shown
     if is_part(node):
         tupled, position = source_of(node), node.args[1]
@@ -184,14 +184,14 @@ def show_as(node: fx.Node, shown: torch.Tensor) -> None:
 
 
 def drop_unread(graph: fx.Graph) -> None:
-    """Erase operations that have no effects and that nothing reads; fx asks all nodes for effects, which takes long."""
+    """Erase unread operations without effects; faster than fx, which checks the effects of all nodes."""
     for node in reversed(graph.nodes):
         if not node.users and not node.is_impure():
             graph.erase_node(node)
 
 
 def reached(begin: Iterable[fx.Node], along: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """List nodes and all that is reached from them, along their users or what they read."""
+    """Return the given nodes and all nodes reached from them; `along` returns the neighbours of a node."""
     nodes, stack = set[fx.Node](), list(begin)
     while stack:
         node = stack.pop()
@@ -202,7 +202,7 @@ def reached(begin: Iterable[fx.Node], along: Callable[[fx.Node], Iterable[fx.Nod
 
 
 def reshaped(node: fx.Node) -> fx.Node | None:
-    """Return the value that a node copies into another shape, as `reshape` is traced; None for other nodes."""
+    """Return the source of a `reshape` that was traced as a copy; None for other nodes."""
     copied: Any = node.args[0] if node.target is aten._unsafe_view.default else None
     is_copy = isinstance(copied, fx.Node) and copied.target is aten.clone.default and len(copied.users) == 1
     read = copied.args[0] if is_copy else None
@@ -210,34 +210,34 @@ def reshaped(node: fx.Node) -> fx.Node | None:
 
 
 def is_view(target: Any) -> bool:
-    """Whether an operation's result lies on the memory of what it reads."""
+    """Whether an operation's result shares the storage of its input."""
     return target is aten._unsafe_view.default or bool(getattr(target, "is_view", False))
 
 
 def is_of_torch(target: Any) -> bool:
-    """Whether an operation is one of PyTorch's own, and writes to nothing: its schema says what lies on its inputs."""
+    """Whether an operation is an aten operator that mutates nothing; its schema tells which results are views."""
     return isinstance(target, aot.OpOverload) and target.namespace == "aten" and not target._schema.is_mutable
 
 
 def is_on_new_memory(value: fx.Node) -> bool:
-    """Whether a dense value lies on memory that neither its computation's inputs nor other results of it have."""
+    """Whether a value is dense, and neither inputs nor other results of its computation share its storage."""
     if not tensor_state.is_dense(value.meta.get("val")):
         return False
     made_by = operation_of(value)
-    others = (*made_by.all_input_nodes, *(v for v in values_of(made_by) if v is not value))
-    around = (t for other in others for t in tensor_state.leaves(other.meta.get("val")))
-    return tensor_state.storage_id(value.meta["val"]) not in tensor_state.storages_among(around)
+    neighbours = (*made_by.all_input_nodes, *(v for v in values_of(made_by) if v is not value))
+    tensors = (t for node in neighbours for t in tensor_state.leaves(node.meta.get("val")))
+    return tensor_state.storage_id(value.meta["val"]) not in tensor_state.storages_among(tensors)
 
 
 def fills_memory(value: Any) -> bool:
-    """Whether a value is a tensor that fills memory of just its size, in any order of its dimensions."""
+    """Whether a value is a dense tensor that fills its whole storage, in any order of dimensions."""
     if not tensor_state.is_dense(value) or tensor_state.is_symbolic(value) or value.is_conj() or value.is_neg():
         return False
     return value.storage_offset() == 0 and value.untyped_storage().nbytes() == value.numel() * value.itemsize
 
 
 def lies_as(value: Any, other: Any) -> bool:
-    """Whether two values fill memory with the same shape, strides and type, on the same device."""
+    """Whether two values fill their storages and have equal shapes, strides, dtypes and devices."""
     if not fills_memory(value) or not fills_memory(other):
         return False
     layout = (value.shape, value.stride(), value.dtype, value.device)
@@ -245,72 +245,72 @@ def lies_as(value: Any, other: Any) -> bool:
 
 
 def unsettled_among(tangents: Iterable[fx.Node]) -> set[fx.Node]:
-    """List the gradients from the caller that may come with other strides than traced."""
+    """Return the tangents that may arrive with other strides than traced: all with dimensions."""
     return {tangent for tangent in tangents if getattr(tangent.meta.get("val"), "shape", ())}
 
 
 def note_unsettled(node: fx.Node, unsettled: set[fx.Node]) -> None:
-    """Add an operation's results to the values that may come with other strides than traced, where they may, too."""
+    """Add an operation's results to `unsettled` if they may have other strides than traced."""
     reads_unsettled = any(a in unsettled for a in node.all_input_nodes)
     if (reads_unsettled and _follows_strides(node)) or may_lie_otherwise(node):
         unsettled.update(values_of(node))
 
 
 def _follows_strides(node: fx.Node) -> bool:
-    """Whether an operation's results lie in memory as what it reads does: element by element, a part, or a view."""
+    """Whether the strides of an operation's results depend on those of its inputs: pointwise operators and views."""
     if torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _FOLLOWS_STRIDES:
         return True
     return operation_named(node.target).follows_strides or not any(map(is_on_new_memory, values_of(node)))
 
 
 def may_lie_otherwise(node: fx.Node) -> bool:
-    """Whether an operation's results may come with other strides than its trace says."""
+    """Whether an operation's results may have other strides than traced even if its inputs have the traced ones."""
     formats = _TRACED_OTHERWISE.get(node.target)
     if formats is None or tensor_state.is_symbolic(node.meta["val"]):
         return False
     values = (*tensor_state.leaves(node.meta["val"]), *(a.meta.get("val") for a in node.all_input_nodes))
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    large = [t for t in tensors if t.dim() > 1 and 2 * t.numel() >= tensors[0].numel()]  # statistics tell nothing
+    large = [t for t in tensors if t.dim() > 1 and 2 * t.numel() >= tensors[0].numel()]  # ignore small statistics
     return not any(all(t.is_contiguous(memory_format=form) for t in large) for form in formats)
 
 
 def has_definite_strides(value: torch.Tensor) -> bool:
-    """Whether a tensor's strides follow from where its elements lie.
+    """Whether a tensor's strides follow from the positions of its elements: it has no dimension of size 1.
 
-    Those of dimensions of size 1 don't: a trace has others than kernels give, by which a product may be rounded.
+    In such dimensions a trace may have other strides than kernels return, and products may round by them.
     """
     return 1 not in value.shape
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
-    """List the arguments that an operator writes to, by its schema."""
+    """List the arguments that an operator writes to according to its schema."""
     if not isinstance(node.target, aot.OpOverload):
         return []
     places = operators.written_arguments(node.target)
-    given = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in places]
-    return [value for value in tensor_state.leaves(given) if isinstance(value, fx.Node)]
+    written = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in places]
+    return [value for value in tensor_state.leaves(written) if isinstance(value, fx.Node)]
 
 
 def written_values(joint: fx.GraphModule) -> list[fx.Node]:
-    """List the values that a step writes to, in the graph or after the forward."""
+    """List the values that a step writes to: by nodes of the graph, or by copies into inputs at its end."""
     in_graph = (argument for node in joint.graph.nodes for argument in mutated_arguments(node))
     return [*aot.overwritten_inputs(joint.graph), *in_graph]
 
 
 def written_storages(joint: fx.GraphModule) -> set[int]:
-    """Find what a step writes to by the identity of fake storages."""
+    """Return the identities of the fake storages that a step writes to."""
     return tensor_state.storages_among(node.meta.get("val") for node in written_values(joint))
 
 
 def updates_under_checkpoint(joint: fx.GraphModule) -> bool:
-    """Whether code inside of `torch.utils.checkpoint` changes inputs: statistics of a batch norm, for example."""
+    """Whether code in `torch.utils.checkpoint` changes inputs, for example running statistics of a batch norm."""
     copies = joint.graph.find_nodes(op="call_function", target=aten.copy_.default)
     written = [value for to, value, *_ in (node.args for node in copies) if to.op == "placeholder"]
     return any(isinstance(value, fx.Node) and aot.checkpoint_of(operation_of(value)) is not None for value in written)
 
 
 def forward_nodes(joint: fx.GraphModule, outputs: Sequence[Any]) -> set[fx.Node]:
-    """Find what must run in the forward: what its outputs need, and what has effects that plain training has there."""
+    """Return the nodes that must run in the forward: those its outputs need, and those with eager's forward effects."""
     of_tangents = reached(filter(aot.is_tangent, joint.graph.nodes), attrgetter("users"))
     roots = [n for n in outputs if isinstance(n, fx.Node)]
     for node in computations(joint):
@@ -322,10 +322,10 @@ def forward_nodes(joint: fx.GraphModule, outputs: Sequence[Any]) -> set[fx.Node]
 
 
 def halves(joint: fx.GraphModule, outputs: Sequence[Any]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """List what computes in the forward, which returns some outputs, and in the backward, in the order of each.
+    """Return the computations of the forward, which returns `outputs`, and those of the backward, each in order.
 
-    In the backward, nodes that depend on gradients, draw random numbers or write to something keep their order. Others
-    sink: they run just before their first use.
+    Backward nodes that depend on gradients, draw random numbers or write to tensors keep their traced order. All others
+    move to just before their first use.
     """
     of_forward, operations = forward_nodes(joint, outputs), computations(joint)
     backward = [node for node in operations if node not in of_forward]
@@ -355,17 +355,17 @@ def is_order_dependent_on_gpu(op: str) -> bool:
 
 
 def is_collective(op: str) -> bool:
-    """Whether an operator, by its qualified name, talks to other processes."""
+    """Whether an operator, by its qualified name, communicates with other processes."""
     return op.partition(".")[0] in _COLLECTIVE
 
 
 def may_choose_anew(ops: Iterable[str], device: torch.device) -> bool:
-    """Whether cuDNN may run one of these operators by another algorithm than before: it times them, for each thread."""
+    """Whether cuDNN may choose another algorithm for one of these operators: it times them once per thread."""
     return device.type == "cuda" and torch.backends.cudnn.benchmark and "aten.convolution.default" in ops
 
 
 def is_random(node: fx.Node, device: torch.device | None) -> bool:
-    """Whether a second run may give other numbers, or hang."""
+    """Whether a second run of a node may give other numbers, or hang."""
     if operation_named(node.target).is_random or getattr(node.target, "namespace", "") in _COLLECTIVE:
         return True
     if isinstance(node.target, aot.HigherOrderOperator):
@@ -376,7 +376,7 @@ def is_random(node: fx.Node, device: torch.device | None) -> bool:
         is_transposed = node.target is aten.convolution.default and node.args[6]
         sums_in_any_order = is_transposed and not torch.backends.cudnn.deterministic
         return bool(sums_in_any_order) or is_order_dependent_on_gpu(str(node.target))
-    # Attention kernels carry the random tag even where no dropout is asked for.
+    # Attention operators have the random tag even without dropout.
     target: Any = node.target
     names = [argument.name for argument in target._schema.arguments]
     if "dropout_p" not in names:
@@ -387,7 +387,7 @@ def is_random(node: fx.Node, device: torch.device | None) -> bool:
 
 
 def _is_random_inside(node: fx.Node, device: torch.device | None) -> bool:
-    """Whether a higher-order operator is not known to compute the same again, or calls what is random."""
+    """Whether a higher-order operator calls random operators, or may give other numbers in a second run."""
     name = name_of(node.target)
     if name in CALLS_AN_OPERATOR:
         return torch.Tag.nondeterministic_seeded in getattr(node.args[0], "tags", ())
@@ -398,17 +398,17 @@ def _is_random_inside(node: fx.Node, device: torch.device | None) -> bool:
 
 
 def subgraphs_of(node: fx.Node) -> dict[fx.Node, fx.GraphModule]:
-    """Find the graphs that a higher-order operator gets as arguments, by the nodes that stand for them."""
+    """Return the graphs that a higher-order operator gets as arguments, keyed by their `get_attr` nodes."""
     attributes = {a: attribute_of(a) for a in node.all_input_nodes if a.op == "get_attr"}
     return {a: value for a, value in attributes.items() if isinstance(value, fx.GraphModule)}
 
 
 def attribute_of(node: fx.Node) -> Any:
-    """Return the constant, or the graph, that a `get_attr` stands for; None where nothing owns its graph."""
+    """Return the constant or graph of a `get_attr` node; None if no module owns the node's graph."""
     owner = node.graph.owning_module
     return None if owner is None else attrgetter(str(node.target))(owner)
 
 
 def name_of(target: Any) -> str:
-    """Name what a node calls, the same in every process."""
+    """Return the name of a node's target, which is equal in all processes."""
     return f"hiremate.{target.__name__}" if inspect.isfunction(target) else str(target)

@@ -1,13 +1,13 @@
-"""In-place computation: an operation writes its result into a value that dies there, by the kernel of eager.
+"""In-place computation: an operation writes its result with eager's kernel into an input that nothing reads later.
 
-`overwrite` finds gradients that operations of the backward may overwrite: only memory that the backward itself has
-allocated, that no later operation reads through any tensor on it, and that no code but PyTorch's own has seen. And it
-finds values of the forward whose memory a gradient may take, such as logits that of their loss. `find_finishes` finds
-operations of the forward that finish what another one made, as `relu_` does. No plan is lost: to keep the value takes
-as much memory as to keep the result.
+`overwrite` finds gradients that backward operations may overwrite: storages that the backward allocates, that no later
+operation reads through any tensor, and that only PyTorch's own operators have read. It also finds forward values whose
+memory a gradient may take, such as the logits for the gradient of their loss. `find_finishes` finds forward operations
+that may change the result of another operation in place, as `relu_` does. No plan gets worse: saving the value before
+the change takes as many bytes as saving the result.
 
-Gradients may arrive with other strides than traced, and others may hold what the forward returned. So each overwriting
-operation looks before it writes, and else allocates.
+Gradients may arrive with other strides than traced, and other code may hold outputs of the forward. So each overwriting
+operation checks its arguments at run time, and allocates its result if it may not overwrite.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 def _in_place(change: Any) -> Callable[..., torch.Tensor]:
-    """Wrap an operator that changes its first argument, so that it is given this argument as `out` too."""
+    """Wrap an operator that changes its first argument, so that it also accepts this argument as `out`."""
 
     def into(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         result: torch.Tensor = change(*args, **kwargs)
@@ -39,9 +39,9 @@ def _in_place(change: Any) -> Callable[..., torch.Tensor]:
     return into
 
 
-# Operators that read of each tensor only the element that they are about to write, with the overload that writes into a
-# given tensor and the name under which it takes that. Each runs the kernel of the operator itself. Left out are those
-# whose overload only copies a new result (`hardswish_backward`), or rounds otherwise (`mul_.Scalar`).
+# Pointwise operator -> function that runs its kernel and writes into a given tensor, name of that argument. Of each
+# tensor the operator reads only the element that it writes next. Not listed are operators whose overload only copies a
+# new result (`hardswish_backward`) or rounds differently (`mul_.Scalar`).
 _INTO: dict[Any, tuple[Any, str]] = {
     aten.add.Tensor: (torch.add, "out"),
     aten.sub.Tensor: (torch.sub, "out"),
@@ -64,15 +64,15 @@ for _name in _NAMES:
     _backward = getattr(aten, f"{_name}_backward")
     _INTO[_backward.default] = (_backward.grad_input, "grad_input")
 
-# These read a row of their first argument before they write the row, and take what they write to for contiguous.
+# Operators that read a row of their first argument before they write the row. The output must be contiguous.
 _INTO_FIRST_BY_ROWS: dict[Any, tuple[Any, str]] = {
     aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, "out"),
     aten._softmax_backward_data.default: (aten._softmax_backward_data.out, "grad_input"),
     aten._log_softmax.default: (aten._log_softmax.out, "out"),
     aten._softmax.default: (aten._softmax.out, "out"),
 }
-# Of these only the first argument may be overwritten, and how the others lie in memory doesn't matter: numbers are put
-# into a copy of it, or added there.
+# Operators that change a copy of their first argument. Only this argument may be overwritten; the other arguments may
+# have any strides.
 _INTO_FIRST: dict[Any, tuple[Any, str]] = {
     aten.index_add.default: (aten.index_add.out, "out"),
     aten.index_put.default: (_in_place(aten.index_put_.default), "out"),
@@ -81,21 +81,21 @@ _INTO_FIRST: dict[Any, tuple[Any, str]] = {
     **_INTO_FIRST_BY_ROWS,
 }
 
-# Of complex numbers these round by whether they write over what they read: PyTorch leaves the choice of instructions to
-# the compiler, which lets them look. Products don't where all tensors lie alike.
+# For complex numbers, these operators round differently in place than out of place: the compiler's choice of
+# instructions depends on whether tensors overlap. `mul` does not if all tensors have the same strides.
 _COMPLEX_PRODUCTS = (aten.div.Tensor, aten.sigmoid_backward.default, aten.tanh_backward.default)
 
-Strides = tuple[tuple[int, tuple[int, ...]], ...]
+Strides = tuple[tuple[int, tuple[int, ...]], ...]  # pairs of an argument's position and its strides
 
 
 def candidates_of(node: fx.Node, unsettled: Collection[fx.Node] = ()) -> list[tuple[int, fx.Node]]:
-    """List the arguments that an operation may compute into as far as these look, with their positions.
+    """List the positions of arguments whose shapes, strides and types let an operation write into them, with the nodes.
 
-    Where strides that count are unsettled, overwriting would be planned and then not done.
+    Arguments in `unsettled` may arrive with other strides than traced, and then could not be overwritten.
     """
-    target, promised = node.target, nodes.operation_named(node.target).into
-    is_first = target in _INTO_FIRST or promised is nodes.Into.FIRST
-    if not (is_first or target in _INTO or promised is nodes.Into.BY_ROWS):
+    target, into = node.target, nodes.operation_named(node.target).into
+    is_first = target in _INTO_FIRST or into is nodes.Into.FIRST
+    if not (is_first or target in _INTO or into is nodes.Into.BY_ROWS):
         return []
     values: list[Any] = [a.meta.get("val") for a in node.all_input_nodes]
     is_usual = all(v.layout is torch.strided if isinstance(v, torch.Tensor) else v is not None for v in values)
@@ -112,7 +112,7 @@ def candidates_of(node: fx.Node, unsettled: Collection[fx.Node] = ()) -> list[tu
         return []
     arguments = [(i, a) for i, a in enumerate(node.args) if isinstance(a, fx.Node)]
     if is_first and node.args[0] in tensor_state.leaves(node.args[1:]):
-        return []  # what is put there is read from there
+        return []  # it also reads from the tensor that it would change
     if target in _INTO and any(a in unsettled for _, a in arguments):
         return []
     taken = arguments[:1] if is_first else arguments
@@ -120,9 +120,9 @@ def candidates_of(node: fx.Node, unsettled: Collection[fx.Node] = ()) -> list[tu
 
 
 def traced_strides(node: fx.Node, dying: int) -> Strides:
-    """Return the positions of the tensors among an operation's arguments, with the strides that they were traced with.
+    """Return the positions of the tensors among an operation's arguments, with their traced strides.
 
-    Of operations that put numbers into the dying argument, or overwrite it row by row, only that one counts.
+    If the operation is not pointwise, return only the overwritten argument, at the position `dying`.
     """
     values = ((i, a.meta["val"]) for i, a in enumerate(node.args) if isinstance(a, fx.Node))
     positions = tuple(
@@ -135,11 +135,10 @@ def traced_strides(node: fx.Node, dying: int) -> Strides:
 
 @functools.cache
 def overwriting(target: Any, position: int) -> Callable[..., torch.Tensor]:
-    """Return the function that computes what an operator does into one of its arguments, where that is safe.
+    """Return a function that runs an operator and writes the result into the argument at a position if that is safe.
 
-    It takes positions and strides of tensors among its arguments, as these were traced, then what the operator takes.
-    With other strides the result might get other ones too, or the argument might not have memory of its own for each
-    element.
+    Its first argument is the result of `traced_strides`, the others are the operator's. It allocates the result if
+    strides differ from the traced ones: the result might have other strides, or elements might share memory.
     """
     into, name = _INTO.get(target) or _INTO_FIRST.get(target) or (target, "out")
     if isinstance(into, aot.OpOverload):
@@ -171,20 +170,19 @@ def overwrite(
     spared: Collection[int | None] = (),
     absent: Collection[int | None] = (),
 ) -> tuple[Graph, dict[fx.Node, int], dict[int, int]]:
-    """Make operations of the backward overwrite gradients that die there.
+    """Make backward operations overwrite gradients that nothing reads later.
 
     Args:
         graph: A captured graph in which each operation allocates its results.
-        fx_nodes: For each node of the graph, the FX node that it stands for.
-        fx_values: For each tensor of the graph, the FX node whose value it is.
-        spared: Storages that nothing overwrites.
-        absent: Storages that nobody makes.
+        fx_nodes: For each node of the graph, its FX node.
+        fx_values: For each tensor of the graph, the FX node that has its value.
+        spared: Storages that must not be overwritten.
+        absent: Storages that are not allocated, since their gradients are missing.
 
     Returns:
-        The graph in which such results share the storage of what they overwrite; for each FX node that overwrites, the
-        position of that argument; and for other nodes, the value of the forward that they may compute into, which only
-        they read in the backward. Whether it lives on is for the schedule to say, and for those who hold what the
-        forward returns.
+        The graph in which results share the storages that they overwrite; for each FX node that overwrites, the
+        position of the overwritten argument; and for other nodes, by index, a forward tensor whose memory the result
+        may take: no other backward node reads the tensor, but a schedule or the caller may still need it.
     """
     search = _Search(graph, fx_nodes, fx_values, spared, absent)
     changed, overwrites = search.run()
@@ -192,7 +190,7 @@ def overwrite(
 
 
 class _Search:
-    """Goes through the backward once; what a result takes, later operations may take over from it."""
+    """Walks the backward once; memory that a result has taken may be taken by a later result."""
 
     def __init__(
         self,
@@ -204,19 +202,19 @@ class _Search:
     ) -> None:
         self.graph, self.fx_nodes, self.absent = graph, fx_nodes, absent
         self.tensor_of = {value: index for index, value in enumerate(fx_values)}
-        # For each storage, the last position of the backward that reads it; one past the end for what is returned.
+        # Storage -> position of its last reader in the backward; one past the end if it is returned or held.
         self.last = {graph.tensors[t].storage: at for at, n in enumerate(graph.backward) for t in graph.nodes[n].inputs}
         kept = (*graph.gradients, *graph.outputs, *graph.held)
         self.last |= {graph.tensors[t].storage: len(graph.backward) for t in kept}
-        self.barred = _seen_by_others(graph, fx_nodes) | set(spared) | set(absent)
+        self.barred = _possibly_kept(graph, fx_nodes) | set(spared) | set(absent)
         self.unsettled = nodes.unsettled_among(fx_values[t] for t in graph.tangents)
         for index in graph.backward:
             nodes.note_unsettled(fx_nodes[index], self.unsettled)
         first: dict[int | None, int] = {}
-        # Tensors on whose storage another one was there before.
+        # Tensors that are not the first one on their storage.
         self.views = {t for t, tensor in enumerate(graph.tensors) if first.setdefault(tensor.storage, t) != t}
         self.returned = {graph.tensors[t].storage for t in graph.gradients}
-        self.taken: dict[int | None, int] = {}  # storage of a result -> storage that it takes
+        self.taken: dict[int | None, int] = {}  # storage of a result -> storage that the result overwrites
 
     def run(self) -> tuple[Graph, dict[fx.Node, int]]:
         records, overwrites = list(self.graph.nodes), dict[fx.Node, int]()
@@ -249,7 +247,7 @@ class _Search:
         return takes
 
     def _candidates(self, index: int) -> list[tuple[int, int]]:
-        """List the positions of the arguments that a node may compute into as far as these look, and the tensors."""
+        """List the positions and tensors of the arguments that a node may write into by their layouts."""
         node = self.fx_nodes[index]
         if len(self.graph.allocates[index]) != 1 or nodes.may_lie_otherwise(node):
             return []
@@ -263,7 +261,7 @@ class _Search:
         return [self._block(self.tensor_of[a]) for a in self.fx_nodes[index].all_input_nodes]
 
     def _is_safe(self, position: int, index: int, dying: int) -> bool:
-        """Whether an operation may write its result over one of its arguments."""
+        """Whether an operation may overwrite one of its arguments with its result."""
         block, result = self._block(dying), self.graph.nodes[index].outputs[0]
         if block is None or self.graph.storages[block].kind is not StorageKind.GRADIENT or not self.graph.sizes[block]:
             return False
@@ -271,11 +269,11 @@ class _Search:
             return False
         if self._blocks_read(index).count(block) > 1:
             return False
-        # The caller would get a view, which may not be changed in place as freely.
+        # The caller must not get a view, since autograd restricts in-place changes of views.
         return dying not in self.views or self.graph.tensors[result].storage not in self.returned
 
     def _take(self, index: int, dying: int) -> None:
-        """Place the result in the memory of the dying value: facts about its own storage now hold for that one."""
+        """Place a result in the storage of the overwritten value, and move the facts about its own storage there."""
         result = self.graph.nodes[index].outputs[0]
         block, storage = self._block(dying), self.graph.tensors[result].storage
         assert block is not None, "what is overwritten has memory"
@@ -287,8 +285,8 @@ class _Search:
             self.views.add(result)
 
 
-def _seen_by_others(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int | None]:
-    """List the storages read or made by what may keep them, or hand them on: what no schema of PyTorch's tells of."""
+def _possibly_kept(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int | None]:
+    """Return the storages that a backward operation may keep or alias: all it touches, unless a schema excludes it."""
     seen = set[int | None]()
     for index in graph.backward:
         node, target = graph.nodes[index], fx_nodes[index].target
@@ -298,32 +296,32 @@ def _seen_by_others(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int | None
     return seen
 
 
-# ---------------------------------------------------------------- what finishes results of the forward
+# ---------------------------------------------------------------- in-place changes of forward results
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """What finishes one result of an operation."""
+    """Operations that change one result of another operation in place, as part of the same node."""
 
-    value: fx.Node  # the result as the operation makes it
-    steps: tuple[fx.Node, ...]  # operations over it, and views of it, in order; the last one gives what others read
-    at_all_sizes: bool = False  # whether small values are treated as large ones, in a program for all sizes
+    value: fx.Node  # the result before the changes
+    steps: tuple[fx.Node, ...]  # in-place operations and views, in order; others read the result of the last one
+    at_all_sizes: bool = False  # whether small values are changed in place too, in a program for all sizes
 
     @property
     def result(self) -> fx.Node:
-        """What others read in place of the value."""
+        """The finished value, which others read."""
         return self.steps[-1]
 
     @property
     def reads(self) -> tuple[fx.Node, ...]:
-        """What the steps read beside the value."""
+        """The inputs of the steps beside the value."""
         inside = {self.value, *self.steps}
         return tuple(dict.fromkeys(a for step in self.steps for a in step.all_input_nodes if a not in inside))
 
     def calls(self) -> Iterator[tuple[fx.Node, Any, tuple[Any, ...]]]:
-        """Return for each step what runs it, and its arguments, in which FX nodes stand for values.
+        """Yield each step, the function that runs it, and its arguments, in which FX nodes stand for values.
 
-        The steps are the same for small values and for large ones, so that a graph is the same for all batch sizes.
+        Small values have the same steps, but out of place, so that the graph is equal for all batch sizes.
         """
         value = self.value
         size_bytes = value.meta["val"].untyped_storage().nbytes()
@@ -340,10 +338,10 @@ class Finish:
 def find_finishes(
     operations: Sequence[fx.Node], outputs: Collection[Any], overwritten: Collection[fx.Node]
 ) -> dict[fx.Node, Finish]:
-    """Find the operations of a forward whose results others finish, where the step writes to the memory of some values.
+    """Find the forward operations whose results other operations may change in place.
 
-    What finishes a result runs at once: all else that its steps read is there before the operation runs. And it is no
-    operation that another could finish.
+    The steps run at once after the operation, so their other inputs must exist before the operation runs, and must not
+    be in `overwritten`, the values whose memory the step writes to. A step has no finish of its own.
     """
     position = {node: at for at, node in enumerate(operations)}
     outputs, overwritten = set(outputs), set(overwritten)
@@ -352,14 +350,14 @@ def find_finishes(
         if [a for _, a in candidates_of(reader)].count(value) != 1:
             return False
         if reader in outputs and is_viewed:
-            return False  # the caller would get a view, which may not be changed in place as freely
-        others = [a for a in reader.all_input_nodes if a is not value]
-        makers = (maker for maker in map(nodes.operation_of, others) if maker.op not in ("placeholder", "get_attr"))
-        return not any(a in overwritten for a in others) and all(position[m] < position[first] for m in makers)
+            return False  # the caller must not get a view, since autograd restricts in-place changes of views
+        reads = [a for a in reader.all_input_nodes if a is not value]
+        makers = (maker for maker in map(nodes.operation_of, reads) if maker.op not in ("placeholder", "get_attr"))
+        return not any(a in overwritten for a in reads) and all(position[m] < position[first] for m in makers)
 
     def steps_of(first: fx.Node, value: fx.Node) -> tuple[fx.Node, ...]:
         steps: list[fx.Node] = []
-        count = 0  # views behind the last operation belong to what reads them
+        count = 0  # number of steps up to the last operation: views after it belong to their readers
         while len(value.users) == 1:
             (reader,) = value.users
             if reader not in position or nodes.is_part(reader):
@@ -377,8 +375,8 @@ def find_finishes(
     for node in operations:
         if node in taken or not _allocates(node.target):
             continue
-        own = filter(nodes.is_on_new_memory, nodes.values_of(node))
-        fresh = (value for value in own if not tensor_state.is_symbolic(value.meta["val"]))
+        allocated = filter(nodes.is_on_new_memory, nodes.values_of(node))
+        fresh = (value for value in allocated if not tensor_state.is_symbolic(value.meta["val"]))
         finish = next((Finish(value, steps) for value in fresh if (steps := steps_of(node, value))), None)
         if finish is not None:
             finished[node] = finish
@@ -387,6 +385,6 @@ def find_finishes(
 
 
 def _allocates(target: Any) -> bool:
-    """Whether an operator is PyTorch's own, or stands for one, and makes new memory, of the size that a trace says."""
-    is_own = nodes.is_of_torch(target) and not nodes.is_view(target) and target not in nodes.COPIES_STORAGE
-    return is_own or nodes.operation_named(target).is_fresh
+    """Whether an aten operator, or a function registered as fresh, allocates its results with the traced sizes."""
+    allocates = nodes.is_of_torch(target) and not nodes.is_view(target) and target not in nodes.COPIES_STORAGE
+    return allocates or nodes.operation_named(target).is_fresh

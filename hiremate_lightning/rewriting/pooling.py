@@ -1,10 +1,10 @@
-"""Max pools that note the place of each maximum within its window, where PyTorch notes that within the whole plane.
+"""Max pools that save the index of each maximum within its window, where PyTorch saves it within the whole plane.
 
-The gradient of a max pool goes to the places of the maxima. PyTorch keeps these as 64-bit integers, twice the memory of
-the maxima in single precision, and what was pooled, of which it reads the shape alone. Here a place is counted from the
-first element of its window: a byte is enough for most, and nothing else is kept. A pool and its gradient run some
-pictures at a time, so that the wide integers exist for these only. The kernels are those of eager PyTorch, and each
-plane is pooled by itself.
+The gradient of a max pool goes to the places of the maxima. PyTorch saves the places as 64-bit integers, twice the
+bytes of the maxima in single precision, and the input, of which the backward reads only the shape. Here a place is
+counted from the first element of its window: one byte is enough for most windows, and the input is not saved. A pool
+and its gradient process some pictures at a time with eager PyTorch's kernels, so that 64-bit integers exist for these
+pictures only. Each plane is pooled independently of the others.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from .kernels import memory_format_of, parts_of, waves
 
 aten = torch.ops.aten
 
-_FEW_CHANNELS = 8  # below it, there is nothing to vectorize over
+_FEW_CHANNELS = 8  # with fewer channels, the channels-last kernel has too little to vectorize
 
-_OPERATORS: dict[int, tuple[Any, Any]] = {  # by how many dimensions they pool, with those of their gradients
+_OPERATORS: dict[int, tuple[Any, Any]] = {  # number of pooled dimensions -> operator, operator of its gradient
     2: (aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward),
     3: (aten.max_pool3d_with_indices, aten.max_pool3d_with_indices_backward),
 }
 
-# Kernel size, stride, padding and dilation by dimension, and whether to round the shape up.
+# Kernel size, stride, padding and dilation by dimension, and whether the output shape is rounded up (ceil_mode).
 Windows = tuple[list[int], list[int], list[int], list[int], bool]
 
 
 def max_pool(
     source: torch.Tensor, windows: Windows, shape: Sequence[int], form: torch.memory_format, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest value of each window of pictures or volumes, and its place within the window, in that type.
+    """Return the maximum of each window of pictures or volumes, and its place within the window as `dtype`.
 
-    The results have this shape, and lie in memory in the form of the source: batch, channels, two or three dimensions.
+    The results have the given shape (batch, channels, two or three dimensions) and the source's memory format `form`.
     """
     pool, _ = _OPERATORS[source.dim() - 2]
     values = torch.empty(shape, dtype=source.dtype, device=source.device, memory_format=form)
     places = torch.empty(shape, dtype=dtype, device=source.device, memory_format=form)
     first = _first_elements(source.shape[2:], shape[2:], windows, source.device)
-    # On the CPU only the kernel for channels last is vectorized, which is worth the copy. The numbers are the same.
+    # On the CPU only the channels-last kernel is vectorized, which is worth a copy. It returns the same numbers.
     is_turned = source.is_cpu and form is torch.contiguous_format and source.dim() == 4 and shape[1] >= _FEW_CHANNELS
     for part in parts_of(source.shape[0], source[:1].nbytes):
         read = source[part].contiguous(memory_format=torch.channels_last) if is_turned else source[part]
@@ -58,13 +58,13 @@ def max_pool(
 def max_pool_gradient(
     gradient: torch.Tensor, places: torch.Tensor, windows: Windows, shape: Sequence[int], form: torch.memory_format
 ) -> torch.Tensor:
-    """Return the gradient of a max pool with respect to what was pooled, which had this shape, and lay in this form."""
+    """Return the gradient of a max pool with respect to its input, which had this shape and memory format."""
     _, spread = _OPERATORS[gradient.dim() - 2]
     result = torch.empty(shape, dtype=gradient.dtype, device=gradient.device, memory_format=form)
     first = _first_elements(shape[2:], places.shape[2:], windows, gradient.device)
     for part in parts_of(shape[0], result[:1].nbytes):
         made, whole = result[part], places[part].to(torch.int64).add_(first)
-        # Of what was pooled, its second argument, the kernel reads the shape alone.
+        # The second argument stands for the pool's input, of which the kernel reads only the shape.
         spread.grad_input(gradient[part], made, *windows, whole, grad_input=made)
     return result
 
@@ -72,7 +72,7 @@ def max_pool_gradient(
 def _first_elements(
     plane: Sequence[int], pooled: Sequence[int], windows: Windows, device: torch.device
 ) -> torch.Tensor:
-    """Number, by window, its first element that is none of the padding, as PyTorch numbers the elements of a plane."""
+    """Return, for each window, the index within the plane of its first element that is not padding."""
     _, stride, padding, *_ = windows
     first = torch.zeros((), dtype=torch.int64, device=device)
     for size, count, step, before in zip(plane, pooled, stride, padding, strict=True):
@@ -82,7 +82,7 @@ def _first_elements(
 
 
 def join(joint: fx.GraphModule) -> None:
-    """Rewrite a joint graph: max pools keep places within windows, where their gradients alone read these."""
+    """Make max pools save places within windows, if only the gradients of the pools read the places."""
     for dims, (pool, backward) in _OPERATORS.items():
         for node in joint.graph.find_nodes(op="call_function", target=pool.default):
             gradients = _gradients_of(node, backward.default, dims)
@@ -91,12 +91,12 @@ def join(joint: fx.GraphModule) -> None:
 
 
 def _plain_times(pool: fx.Node, position: int) -> int:
-    """Return how many times as large plain PyTorch holds the places, the second result."""
+    """Return the factor by which the places, the second result, are larger in eager PyTorch."""
     return torch.int64.itemsize // pool.meta["val"][position].itemsize if position == 1 else 1
 
 
 nodes.register(max_pool, nodes.Operation(plain_times=_plain_times, is_fresh=True))
-nodes.register(  # plain PyTorch's reads what the pool read that gave the places
+nodes.register(  # eager PyTorch's gradient also reads the pool's input
     max_pool_gradient,
     nodes.Operation(plain_reads=lambda node: (nodes.source_of(nodes.operation_of(node.all_input_nodes[1])),)),
 )
@@ -118,12 +118,12 @@ def _replace(pool: fx.Node, gradients: Sequence[fx.Node], windows: Windows) -> N
 
 
 def _places_of(pool: fx.Node) -> Any:
-    """Return the places of a max pool, None where nothing reads them."""
+    """Return the places of a max pool, None if nothing reads them."""
     return next((part for part in nodes.values_of(pool) if part.args[1] == 1), None)
 
 
 def _gradients_of(pool: fx.Node, backward: Any, dims: int) -> list[fx.Node]:
-    """List the gradients that read the places of a max pool, none where anything else does or tensors lie otherwise."""
+    """List the gradients that read a max pool's places; [] if other nodes read these, or if it can't be replaced."""
     source: Any = pool.args[0]
     shown: torch.Tensor = source.meta["val"]
     places = _places_of(pool)
@@ -147,9 +147,9 @@ def _gradients_of(pool: fx.Node, backward: Any, dims: int) -> list[fx.Node]:
 
 @functools.cache
 def _gives_the_same(dims: int, form: torch.memory_format, device: torch.device, dtype: torch.dtype) -> bool:
-    """Compare with PyTorch's kernels where windows hold what is no number, nothing but minus infinity, or equals.
+    """Whether pools here equal PyTorch's on windows with nan, with equal values, and with minus infinity alone.
 
-    For volumes, channels last, PyTorch 2.13 names places outside of windows that hold nothing but minus infinity.
+    For channels-last volumes, PyTorch 2.13 returns places outside of windows that hold only minus infinity.
     """
     pool, backward = _OPERATORS[dims]
     windows: Windows = ([3] * dims, [2] * dims, [1] * dims, [1] * dims, False)
@@ -162,23 +162,23 @@ def _gives_the_same(dims: int, form: torch.memory_format, device: torch.device, 
             narrow = _dtype_of_places(source.shape[2:], windows)
             values, places = max_pool(source, windows, list(expected.shape), form, narrow)
             spread = max_pool_gradient(gradient, places, windows, list(source.shape), form)
-        except (RuntimeError, NotImplementedError):  # no kernel for it here
+        except (RuntimeError, NotImplementedError):  # PyTorch has no such kernel on this device
             return False
         return torch.equal(values.nan_to_num(), expected.nan_to_num()) and torch.equal(spread, arrived)
 
 
 def _odd_numbers(shape: tuple[int, ...]) -> torch.Tensor:
-    """Make whole numbers, some planes of minus infinity, and here and there what is none."""
+    """Make whole numbers with some planes of minus infinity, and some elements nan or infinity."""
     numbers = waves(shape).round_()
     numbers.view(-1)[::41], numbers.view(-1)[5::101] = torch.nan, torch.inf
     numbers[1:, ::4] = -torch.inf
     return numbers
 
 
-def _windows_of(given: Sequence[Any], dims: int) -> Windows:
-    """Read windows by dimension from the arguments of a max pool, of which the last ones may be left out."""
-    all_given: Any = (*given, *([], 0, 1, False)[len(given) - 1 :])
-    kernel, stride, padding, dilation, is_ceil = all_given
+def _windows_of(arguments: Sequence[Any], dims: int) -> Windows:
+    """Return the windows of a max pool by dimension; arguments that are left out get their defaults."""
+    all_arguments: Any = (*arguments, *([], 0, 1, False)[len(arguments) - 1 :])
+    kernel, stride, padding, dilation, is_ceil = all_arguments
 
     def each(value: Any) -> list[int]:
         values = [value] if isinstance(value, int) else list(value)
@@ -188,7 +188,7 @@ def _windows_of(given: Sequence[Any], dims: int) -> Windows:
 
 
 def _dtype_of_places(plane: Sequence[int], windows: Windows) -> torch.dtype:
-    """Return the narrowest integers that number the elements from the first of a window to its last."""
+    """Return the narrowest integer dtype that can count from the first element of a window to its last."""
     kernel, _, _, dilation, _ = windows
     span = 0
     for size, length, gap in zip(plane, kernel, dilation, strict=True):

@@ -1,11 +1,11 @@
-"""Cheap recomputation, bit for bit, in place of a second run: of random operations, dropouts and batch norms.
+"""Replay nodes: recompute results of random operations, dropouts and batch norms bit for bit, without a second run.
 
-A random operation is never run again as it is: its numbers are drawn again from the saved state of the generator.
-A dropout's output is its input times its mask. And what was drawn is drawn again from the state that the generator had
-before: so a mask, one byte an element, need not be saved. A state takes 5 kB on the CPU and no device memory on CUDA.
-Drawing again leaves the generator as it was found, so that the next numbers are those of plain training.
-A batch norm in training reads its input for the mean, for the variance and to normalise it. The backward reads mean and
-inverse deviation in any case, two numbers a channel. From these, the last reading alone gives the result again.
+A random operation can't run again as it is: a replay draws again from the saved generator state, and then restores the
+generator, so that later numbers are those of eager training. The output of a dropout is recomputed as input times mask.
+The mask, one byte per element, need not be saved, since it can be drawn again. A state takes 5 kB on the CPU and no
+device memory on CUDA.
+A batch norm in training mode reads its input three times: for the mean, the variance, and the normalised result. Its
+backward needs mean and inverse deviation anyway, two numbers per channel. A replay reads the input once and normalises.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from .nodes import Operation, is_of_torch, register
 
 aten = torch.ops.aten
 
-APPLY_MASK = "hiremate.apply_dropout_mask"  # reads the dropout's input and its mask, gives its output
-DRAW_MASK = "hiremate.draw_dropout_mask"  # reads a state, gives the dropout's mask
-DRAW_AGAIN = "hiremate.draw_again"  # reads what the operation read, and a state; gives all that the operation gave
-NORMALIZE = "hiremate.normalize"  # reads what the batch norm reads, its mean and inverse deviation; gives its output
+APPLY_MASK = "hiremate.apply_dropout_mask"  # reads the dropout's input and mask; returns its output
+DRAW_MASK = "hiremate.draw_dropout_mask"  # reads a generator state; returns the dropout's mask
+DRAW_AGAIN = "hiremate.draw_again"  # reads the operation's inputs and a generator state; returns all its outputs
+NORMALIZE = "hiremate.normalize"  # reads the batch norm's inputs, mean and inverse deviation; returns its output
 
 OperatorCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def call_of(op: str, drawn: fx.Node, inputs: Sequence[fx.Node]) -> OperatorCall:
-    """Return what a replay node runs: a function with its arguments, in which captured nodes stand for their values.
+    """Return the function that a replay node runs, and its arguments, in which FX nodes stand for values.
 
-    What finishes the operation, a random one or a batch norm, may read more: that comes last among the inputs.
+    `inputs` may end with further inputs of the operations that finish `drawn`, a random operation or batch norm.
     """
     if op == APPLY_MASK:
         source, probability = cast("tuple[fx.Node, float]", drawn.args[:2])
@@ -52,21 +52,21 @@ def call_of(op: str, drawn: fx.Node, inputs: Sequence[fx.Node]) -> OperatorCall:
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
-    """Return the state of a device's default generator, a tensor on the host."""
+    """Return the state of a device's default generator, a tensor in host memory."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def mask_state(device: torch.device, source: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return the state before a dropout, and the strides of what it reads.
+    """Return the generator's state before a dropout, and the strides of the dropout's input.
 
-    A mask is drawn in the order of that memory, and a kernel may have laid it out otherwise than its trace says.
+    A mask is drawn in the input's order in memory, and the input may have other strides than traced.
     """
     return generator_state(device), source.stride()
 
 
 @functools.cache
 def again(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that draws from a given state: it takes the state, the device, and what `draw` takes."""
+    """Return a function that draws from a given state: it takes the state, the device, and the arguments of `draw`."""
 
     def draw_again(state: torch.Tensor, device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
         before, on_device = generator_state(device), functools.partial(torch.cuda.set_rng_state, device=device)
@@ -83,9 +83,9 @@ def again(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def add_state(joint: fx.Graph, drawn: fx.Node) -> fx.Node:
-    """Put into a joint graph the node whose value is the generator's state before a random operation.
+    """Insert and return the node whose value is the generator's state before a random operation.
 
-    That of a dropout lacks its second argument, for which see `state_arguments`: it must not keep a value alive.
+    For a dropout, the node lacks the second argument, so that it keeps no value alive; `state_arguments` adds it.
     """
     is_dropout = drawn.target is aten.native_dropout.default
     with joint.inserting_before(drawn):
@@ -96,12 +96,12 @@ def add_state(joint: fx.Graph, drawn: fx.Node) -> fx.Node:
 
 
 def is_state(node: fx.Node) -> bool:
-    """Whether a node is one that `add_state` has put into a graph."""
+    """Whether a node was inserted by `add_state`."""
     return node.target in (generator_state, mask_state)
 
 
 def state_arguments(state: fx.Node, drawn: fx.Node, value_of: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """Return what a random operation's state is made of; `value_of` gives the value of what a dropout reads."""
+    """Return all arguments of a state's node; `value_of` maps the input of a dropout to its value."""
     return (*state.args, value_of(drawn.args[0])) if state.target is mask_state else state.args
 
 
@@ -110,7 +110,7 @@ def _device(drawn: fx.Node) -> torch.device:
 
 
 def can_draw_again(node: fx.Node) -> bool:
-    """Whether a random operation, which writes to nothing, draws from its device's default generator alone."""
+    """Whether a random operation that mutates nothing draws only from the default generator of its device."""
     target: Any = node.target
     if target is draw_mask_of:
         return True
@@ -122,7 +122,7 @@ def can_draw_again(node: fx.Node) -> bool:
 def draw_mask_of(
     size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, probability: float
 ) -> torch.Tensor:
-    """Draw the mask of a dropout whose input looks like this; CUDA's kernel draws only while it applies the mask."""
+    """Draw the mask of a dropout with such an input; on CUDA, run a dropout, whose kernel draws and applies at once."""
     if device.type == "cuda":
         source = torch.empty_strided(size, strides, dtype=dtype, device=device)
         return torch.native_dropout(source, probability, train=True)[1]
@@ -139,14 +139,14 @@ def draw_mask_again(
     device: torch.device,
     probability: float,
 ) -> torch.Tensor:
-    """Draw the mask of a dropout from what `mask_state` gave before it."""
+    """Draw the mask of a dropout again; `before` is the result of `mask_state` before the dropout."""
     state, strides = before
     mask: torch.Tensor = again(draw_mask_of)(state, device, size, strides, dtype, device, probability)
     return mask
 
 
 def mask_arguments(dropout: fx.Node) -> tuple[Any, ...]:
-    """Return what `draw_mask_of` takes to draw the mask of a captured dropout."""
+    """Return the arguments with which `draw_mask_of` draws the mask of a captured dropout."""
     source, probability = dropout.args[:2]
     assert isinstance(source, fx.Node)
     shown: torch.Tensor = source.meta["val"]
@@ -155,9 +155,9 @@ def mask_arguments(dropout: fx.Node) -> tuple[Any, ...]:
 
 
 def can_draw_mask(dropout: fx.Node, begins_allocation: bool) -> bool:
-    """Whether `draw_mask_of` draws what a captured dropout draws.
+    """Whether `draw_mask_of` draws the same mask as a captured dropout.
 
-    CUDA's kernel draws by how its input is aligned, which is known only where that begins a block of the step's own.
+    CUDA's kernel draws by the alignment of its input, known only if the input begins a block that the step allocates.
     """
     source, probability = dropout.args[:2]
     if not isinstance(source, fx.Node) or not isinstance(probability, float):
@@ -167,7 +167,7 @@ def can_draw_mask(dropout: fx.Node, begins_allocation: bool) -> bool:
 
 # ---------------------------------------------------------------- a batch norm from its statistics
 
-_IN_TRAINING: dict[Any, int] = {  # and which argument tells that they train
+_IN_TRAINING: dict[Any, int] = {  # batch norm -> position of the argument that is True in training mode
     aten._native_batch_norm_legit_functional.default: 5,
     aten._native_batch_norm_legit.no_stats: 3,
 }
@@ -180,20 +180,20 @@ def normalize(
     mean: torch.Tensor,
     inverse_deviation: torch.Tensor,
 ) -> torch.Tensor:
-    """Normalise as a batch norm in training does once it has its statistics; channels are in dimension 1."""
+    """Return the output of a batch norm in training mode from its statistics; channels are in dimension 1."""
     if source.is_cuda:
         return torch.batch_norm_elemt(source, weight, bias, mean, inverse_deviation, 0.0)
-    precise = torch.promote_types(source.dtype, torch.float32)  # in which kernels compute
+    precise = torch.promote_types(source.dtype, torch.float32)  # dtype in which the kernels compute
     scale, shift = inverse_deviation.to(precise), None if bias is None else bias.to(precise)
     if weight is not None:
         scale = scale * weight.to(precise)
-    # The kernel of inference scales by weight / sqrt(variance + epsilon), that of training by the product above.
+    # The inference kernel scales by weight / sqrt(variance + epsilon). Variance 1 and epsilon 0 make that `scale`.
     ones = torch.ones_like(scale)
     return torch.native_batch_norm(source, scale, shift, mean.to(precise), ones, False, 0.0, 0.0)[0]
 
 
 def can_normalize(node: fx.Node) -> bool:
-    """Whether a captured node is a batch norm whose result `normalize` gives again; the same for all batch sizes."""
+    """Whether a node is a batch norm whose result `normalize` reproduces; equal for all batch sizes."""
     arguments: Any = node.args
     position = _IN_TRAINING.get(node.target)
     if position is None or not arguments[position]:
@@ -215,7 +215,7 @@ def _gives_the_same(
     dtype: torch.dtype,
     *parameters: torch.dtype | None,
 ) -> bool:
-    """Compare both kernels of this build of torch on numbers of this kind: how they round is nobody's promise."""
+    """Whether `normalize` equals the batch norm of this build of torch on test numbers; PyTorch doesn't promise it."""
     channels = 37
     with tensor_state.real_mode(), torch.no_grad():
         numbers = waves((3, channels, 5, 7, 3)[:dims]).add_(0.3)
@@ -227,6 +227,6 @@ def _gives_the_same(
         try:
             expected, mean, inverse, *_ = target(source, weight, bias, *running, True, 0.1, 1e-5)
             result = normalize(source, weight, bias, mean, inverse)
-        except (RuntimeError, NotImplementedError):  # no kernel for it here
+        except (RuntimeError, NotImplementedError):  # PyTorch has no such kernel on this device
             return False
         return torch.equal(result, expected) and result.stride() == expected.stride() and result.dtype == expected.dtype

@@ -1,4 +1,4 @@
-"""Straight-line Python for a program: each operation called in the least time, each value freed after its last use."""
+"""Straight-line Python code for an FX graph: calls with least overhead, each value freed after its last use."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .nodes import is_part
 
 
 def compiled(module: fx.GraphModule) -> aot.Boxed:
-    """Compile an FX graph to a function that takes its arguments in one list, which it empties."""
+    """Compile an FX graph to a function that takes its arguments in one list and empties the list."""
     writer = Writer(module)
     return aot.mark_boxed(compile_lines(writer.lines, writer.known, "arguments"))
 
 
 def compile_lines(lines: Sequence[str], known: dict[str, Any], parameters: str) -> Callable[..., Any]:
-    """Compile the lines of a function of some parameters; what they name beside is known, and the function is added."""
+    """Compile lines to a function `run` with these parameters and the global names `known`, to which `run` is added."""
     body = "\n ".join(lines)
     exec(compile(f"def run({parameters}):\n {body}\n", "<program of a plan>", "exec"), known)
     run: Callable[..., Any] = known["run"]
@@ -27,14 +27,14 @@ def compile_lines(lines: Sequence[str], known: dict[str, Any], parameters: str) 
 
 
 class Writer:
-    """Writes the source of a graph, and keeps what it names; `number` writes its whole numbers."""
+    """Writes a graph's Python source, and stores the objects that the source names; `number` writes integers."""
 
     def __init__(self, module: fx.GraphModule, number: Callable[[int], str] = repr) -> None:
         self.module, self._number = module, number
         self.names: dict[fx.Node, str] = {}
-        self.known: dict[str, Any] = {}  # what the lines name beside their own values, by name
+        self.known: dict[str, Any] = {}  # global names of the lines: functions and constants, by name
         self.name_of_known: dict[Any, str] = {}
-        self.lines: list[str] = []  # of a function whose only parameter is the list `arguments`
+        self.lines: list[str] = []  # body of a function whose only parameter is the list `arguments`
         self._write()
 
     def _write(self) -> None:
@@ -93,7 +93,7 @@ class Writer:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """List, for each node, the values that nothing reads after it."""
+    """Return, for each node, the values that no later node reads."""
     last = {node: node for node in graph.nodes}
     for node in graph.nodes:
         last.update(dict.fromkeys(node.all_input_nodes, node))
