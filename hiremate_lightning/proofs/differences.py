@@ -1,11 +1,11 @@
-"""Where two outcomes of the same code differ, and whether it is by more than rounding.
+"""Finds where two outcomes of the same code differ, and whether a difference is more than rounding.
 
-A difference counts as rounding where it is at most `ROUNDINGS` units in the last place of the largest value of the
-tensor; for a gradient, of the largest of all gradients of the code, since many gradients are what remains where large
-terms cancel each other. Half precision gets fewer units: there a kernel rounds once, at its end, and a mask that is
-scaled wrongly, by 1 / 0.9 say, is off by only 14 units. Fused kernels keep in single precision what eager PyTorch
-rounds to half between its kernels, so units of half precision count for all that such code computes. Where kernels add
-in any order, values may be `TIMES_OWN` times as far apart as two runs of eager PyTorch, and the difference says so.
+A difference counts as rounding if it is at most `ROUNDINGS` units in the last place of the largest value of the tensor;
+for a gradient, of the largest of all gradients of the code, since large terms may cancel each other in a gradient. Half
+precision gets fewer units: a kernel rounds once, at its end, and a mask scaled wrongly, for example by 1 / 0.9, is off
+by only 14 units. Fused kernels keep in single precision values that eager PyTorch rounds to half between its kernels,
+so units of half precision count for all results of such code. If kernels add in any order, values may be `TIMES_OWN`
+times as far apart as two runs of eager PyTorch, and the difference says so.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..torch_private.tensor_state import HALF_PRECISION, is_dense
 from .trials import TrialOutcome
 
 ROUNDINGS, HALF_ROUNDINGS = 512, 4
-TIMES_OWN = 4  # two pairs of runs that add in any order are rarely so unlike
+TIMES_OWN = 4  # factor on the distance of two eager runs, which varies if kernels add in any order
 CPU, NOTHING = torch.device("cpu"), TrialOutcome({}, {})
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that two runs do not agree on: which one and by how much, and whether it is by rounding alone."""
+    """A value in which two runs differ: its name and the difference in words, and whether that is only rounding."""
 
     words: str
     is_rounding: bool = False
@@ -44,15 +44,15 @@ def differences(
     refilled: TrialOutcome = NOTHING,
     device: torch.device = CPU,
 ) -> tuple[list[Difference], list[Difference]]:
-    """Return the values, and the gradients, in which two outcomes differ in any bit; NaN equals NaN.
+    """Return the values, and the gradients, that differ in any bit in two outcomes; NaN equals NaN.
 
     Args:
         expected: Outcome of eager PyTorch.
         captured: Outcome of the captured code.
-        half: The type of half precision to which eager PyTorch rounds and captured code does not, if any.
+        half: The type of half precision to which eager PyTorch rounds and captured code does not; None for no type.
         again: Outcome of a second run of eager PyTorch.
-        refilled: Outcome of eager PyTorch with other bytes in memory that nobody has written to. Values that depend on
-            these are not compared.
+        refilled: Outcome of eager PyTorch with other bytes in uninitialised memory (`torch.empty`). Values that depend
+            on these bytes are not compared.
         device: Where to compare: outcomes are on the host, and a GPU looks at billions of gradients in seconds.
     """
     outcomes = (expected, captured, again, refilled)
@@ -63,14 +63,14 @@ def differences(
 
 @dataclass
 class _Comparison:
-    """Compares values, with the largest difference that counts as rounding."""
+    """Compares values, up to the largest difference that counts as rounding."""
 
-    half: torch.dtype | None  # a type to which one of two values was rounded on the way, None for none
-    device: torch.device  # where values are looked at
-    others: Sequence[Any] = ()  # values whose largest one counts beside that of the tensor
+    half: torch.dtype | None  # a type of half precision to which one of two values was rounded; None for no type
+    device: torch.device  # device on which values are compared
+    others: Sequence[Any] = ()  # values whose largest one sets the unit, if it is larger than that of the tensor
 
     def among(self, outcomes: Sequence[Mapping[str, Any]]) -> list[Difference]:
-        """Compare the values of the four outcomes of `differences` by name, in its order."""
+        """Compare the values of four outcomes by name: expected, captured, again, refilled, as in `differences`."""
         expected, captured, again, refilled = outcomes
         differing = []
         for name in dict.fromkeys((*expected, *captured)):
@@ -82,14 +82,14 @@ class _Comparison:
         return differing
 
     def _written(self, expected: Any, captured: Any, again: Any, refilled: Any) -> Any:
-        """Return captured values, with the expected ones where these depend on memory that nobody has written to."""
+        """Return captured values, but expected ones in places that depend on uninitialised memory."""
         tensors = [expected, captured, refilled]
         if not all(map(is_dense, tensors)) or len({(value.shape, value.dtype) for value in tensors}) > 1:
             return captured
         if captured.is_quantized:
             return captured
         same = _as_bits(expected) == _as_bits(refilled)
-        if _has_fractions(expected):  # kernels that add in any order round otherwise
+        if _has_fractions(expected):  # kernels that add in any order may round differently
             most = max(math.prod(self._unit(expected)), TIMES_OWN * self._own(expected, again))
             same |= (_as_real(expected) - _as_real(refilled)).abs() <= most
         return torch.where(same.all(-1) if captured.is_complex() else same, captured, expected)
@@ -119,18 +119,18 @@ class _Comparison:
         return Difference(f"{words}; two runs of eager PyTorch differ by {own:.2g}" if own else words, True)
 
     def _unit(self, expected: torch.Tensor) -> tuple[float, int]:
-        """Return a unit in the last place of the largest value, and how many units two roundings may differ by."""
+        """Return the unit in the last place of the largest value, and how many units count as rounding."""
         dtype = self.half if self.half is not None and expected.dtype not in HALF_PRECISION else expected.dtype
         unit = torch.finfo(dtype).eps * max(_largest(expected, self.device), self._largest_other)
         return unit, HALF_ROUNDINGS if dtype in HALF_PRECISION else ROUNDINGS
 
     @cached_property
     def _largest_other(self) -> float:
-        """The largest of the other values, looked for once: there may be gigabytes of gradients."""
+        """The largest of the other values, found once: there may be gigabytes of gradients."""
         return max((_largest(value, self.device) for value in self.others), default=0.0)
 
     def _own(self, expected: torch.Tensor, again: Any) -> float:
-        """Return how far two runs of eager PyTorch are apart; 0 where that is not known."""
+        """Return the largest difference of two eager runs; 0 if there is no second run to compare."""
         if not is_dense(again) or again.shape != expected.shape:
             return 0.0
         apart = _apart(expected, again, self.device)
@@ -141,14 +141,14 @@ class _Comparison:
 class _Apart:
     """How far two tensors are apart."""
 
-    most: float  # the largest difference of two values; infinite where one of them alone is NaN
-    other: float  # the value of the other tensor there
-    expected: float  # the value that eager PyTorch has there
-    count: int
+    most: float  # the largest difference of two values; infinite if only one of them is NaN
+    other: float  # the value of the other tensor at that place
+    expected: float  # the value of eager PyTorch at that place
+    count: int  # number of values that differ
 
 
 def _apart(expected: torch.Tensor, other: torch.Tensor, device: torch.device) -> _Apart | None:
-    """Compare two tensors; return None where no bit differs beside those of NaN."""
+    """Compare two tensors; return None if no bit differs, except in two NaN."""
     pieces = [_apart_within(*piece) for piece in _pieces((expected, other), device)]
     differing = [piece for piece in pieces if piece is not None]
     if not differing:
@@ -184,7 +184,7 @@ def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(value: Any, device: torch.device) -> float:
-    """Find the largest finite value of a tensor, without its sign."""
+    """Return the largest absolute value of a tensor, infinite ones and NaN left out."""
     if not is_dense(value) or not value.numel():
         return 0.0
     pieces = (piece.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for (piece,) in _pieces([value], device))

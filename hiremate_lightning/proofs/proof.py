@@ -1,4 +1,4 @@
-"""The state of the proof of captured code (`proving`), how it runs, and the memory that the proof needs."""
+"""The state of the proof of captured code (`proving`), and the memory that the proof needs."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ class Verdict(Enum):
 
 
 class ProofAtSizes:
-    """What is proved of the programs of one schedule, at sizes of which some were traced.
+    """The proofs of the programs of one schedule of made code: at which sizes they were compared.
+
+    The attributes are those of the latest proof.
 
     Attributes:
-        forward: The verdict of the latest proof, as are the others, on outputs, changed inputs and generators.
+        forward: The verdict on outputs, changed inputs and random generators.
         backward: The verdict on gradients.
         rounded: The values that differ by rounding, in words.
         why_unproved: Why gradients are not proved, in words.
@@ -50,23 +52,23 @@ class ProofAtSizes:
         self.rounded: tuple[str, ...] = ()
         self.why_unproved = ""
         self._traced, self._proved = traced, list[Sizes]()
-        self._without = set[frozenset[int]]()  # positions of missing gradients, for each kind of proved backward
+        self._without = set[frozenset[int]]()  # positions of missing gradients, for each backward that was proved
 
     def holds_at(self, sizes: Sizes, without: Collection[frozenset[int]] = ()) -> bool:
-        """Whether the programs are taken to give eager PyTorch's bits at some sizes, where some gradients don't come.
+        """Whether the programs are taken to give eager PyTorch's bits at some sizes, with some gradients missing.
 
-        They do where they have done so at sizes that were not traced, and each of these sizes lies between those that
-        were traced or proved: PyTorch may compute in another way beyond some size, and these programs do not.
+        They are after a proof at sizes that were not traced, if each of these sizes lies between sizes that were traced
+        or proved: beyond some size PyTorch may choose another algorithm, which these programs do not.
         """
         return bool(self._proved) and self.encloses(sizes) and self._without.issuperset(without)
 
     def encloses(self, sizes: Sizes) -> bool:
-        """Whether each of some sizes lies between those that were traced or proved."""
+        """Whether each of these sizes lies between sizes that were traced or proved."""
         columns = zip(*self._traced, *self._proved, strict=True)
         return all(min(c) <= size <= max(c) for c, size in zip(columns, sizes, strict=True))
 
     def learn(self, proof: Proof, sizes: Sizes, without: Collection[frozenset[int]]) -> None:
-        """Learn that the program for some sizes gives eager PyTorch's bits, where some gradients don't come."""
+        """Store that the program for some sizes gives eager PyTorch's bits, with these gradients missing."""
         self._proved.append(sizes)
         self._without.update(without)
         self.forward, self.backward = proof.forward, proof.backward
@@ -74,14 +76,14 @@ class ProofAtSizes:
 
 
 class Proof:
-    """Captured code. It runs as captured, or as the user wrote it where the captured code gives other numbers.
+    """Captured code with its proof. It runs as captured, or eager if the captured code gives other numbers.
 
     Args:
-        written: The code as Dynamo has read it.
-        captured: Runs it as captured.
-        part: The part that runs inside of that, None where it has no gradients.
-        smaller: Returns, for arguments, code of smaller sizes to prove in its place, and parts of the arguments.
-        prove: Called before each run, as long as there is something to prove.
+        written: The code as Dynamo has read it; it runs eager.
+        captured: Runs the captured code.
+        part: The part that runs inside of `captured`; None if the code has no gradients.
+        smaller: Returns, for arguments, the code made for smaller sizes, and a slice of each argument; or None.
+        prove: Called before each run, as long as something is to be proved.
     """
 
     def __init__(
@@ -95,21 +97,21 @@ class Proof:
     ) -> None:
         self.written: fx.GraphModule | None = written
         self.captured, self.part, self.smaller = captured, part, smaller
-        self.forward = Verdict.UNKNOWN  # on outputs, changed inputs and generators
-        self.backward = Verdict.PROVED if part is None else Verdict.UNKNOWN  # on gradients
-        self.runs = 0  # while there was something to prove
-        self.rests = False  # until other gradients come
-        self.at_sizes: ProofAtSizes | None = None  # of the program that made code ran by last; None for traced code
-        # Positions of missing gradients, for each kind of backward that was proved, or that could not be.
+        self.forward = Verdict.UNKNOWN  # verdict on outputs, changed inputs and random generators
+        self.backward = Verdict.PROVED if part is None else Verdict.UNKNOWN  # verdict on gradients
+        self.runs = 0  # number of runs while something was to be proved
+        self.rests = False  # whether the proof waits for a backward with other missing gradients
+        self.at_sizes: ProofAtSizes | None = None  # proofs of the program that made code ran by last; None if traced
+        # Positions of missing gradients, for each backward that was proved, or that could not be.
         self.tried_without: set[frozenset[int]] = set()
         self.rounded: tuple[str, ...] = ()  # values that differ by rounding, in words
-        self.why_unproved = ""  # when that was tried last, in words
+        self.why_unproved = ""  # why the latest proof left something open, in words
         self._run, self._prove = captured, prove
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run the code."""
+        """Run the code, after its proof if something is to be proved."""
         is_open = self.written is not None and not (self.rests and self.next_without() is None)
-        if is_open and not any(map(tensor_state.is_fake, arguments)):  # DDPOptimizer asks for shapes
+        if is_open and not any(map(tensor_state.is_fake, arguments)):  # DDPOptimizer runs it on fake tensors
             self._prove(self, arguments)
             self.runs += 1
         return self._run(*arguments)
@@ -125,7 +127,7 @@ class Proof:
 
     @property
     def is_refused(self) -> bool:
-        """Whether it is known to give other numbers."""
+        """Whether it gave other numbers than eager PyTorch."""
         return Verdict.REFUSED in (self.forward, self.backward)
 
     @property
@@ -139,7 +141,7 @@ class Proof:
         return "outputs" if self.forward is Verdict.UNKNOWN else "gradients" * (self.gradients is Verdict.UNKNOWN)
 
     def refuse(self, proofs: Proofs) -> None:
-        """Run the code as it was written, from now on, and count its runs."""
+        """Run the code eager from now on, and count these runs in `proofs`."""
         written = self.written
         assert written is not None, "code is refused while it is proved"
         run_written = captured_code.eager_module(written)
@@ -151,14 +153,14 @@ class Proof:
         self._run, self.forward, self.backward = run, Verdict.REFUSED, Verdict.REFUSED
 
     def next_without(self) -> frozenset[int] | None:
-        """Choose the missing gradients to prove next, None for none: outputs must be known that get no gradients."""
+        """Return the missing gradients to prove next: of outputs alone; None if there are none."""
         if self.part is None or self.part.ran_without <= self.tried_without:
             return None
         captured, untried = self.part.captured, self.part.ran_without - self.tried_without
         return min((w for w in untried if unused_at(captured, w) is not None), key=sorted, default=None)
 
     def begin(self) -> None:
-        """Begin to prove, gradients anew where the proof rested; what can't be proved counts as tried."""
+        """Begin a proof; if it rested, prove gradients again. Backwards that can't be proved count as tried."""
         if self.part is not None:
             captured = self.part.captured
             self.tried_without |= {w for w in self.part.ran_without if unused_at(captured, w) is None}
@@ -166,7 +168,7 @@ class Proof:
             self.rests, self.runs, self.backward = False, 0, Verdict.UNKNOWN
 
     def rest(self, without: frozenset[int] | None) -> None:
-        """Stop proving until other gradients are missing than in the backward that was tried, if one ran."""
+        """Stop proving until a backward has other missing gradients than the one that was tried, if one ran."""
         self.rests = True
         self.tried_without |= set() if without is None else {without}
         if self.part is None or len(self.part.captured.tangents) < 2:
@@ -178,7 +180,7 @@ class Proof:
         self.rounded, self.why_unproved = known.rounded, known.why_unproved
 
     def end(self) -> None:
-        """End the proof, and release what it held."""
+        """End the proof, and release the code as it was written."""
         self.written = None
 
 
@@ -188,16 +190,16 @@ class Proofs:
     def __init__(self) -> None:
         self._proofs: weakref.WeakSet[Proof] = weakref.WeakSet()
         self._ran_without: weakref.WeakKeyDictionary[fx.GraphModule, set[frozenset[int]]] = weakref.WeakKeyDictionary()
-        self.runs_eager = 0  # how often code has run as the user wrote it, since its proof failed
+        self.runs_eager = 0  # number of runs of code that runs eager, since its proof failed
 
     def add(self, proof: Proof) -> None:
-        """Add a proof to those of the session. All sizes of the same code share which gradients come."""
+        """Add a proof; all sizes of the same code share the record of missing gradients."""
         self._proofs.add(proof)
         if proof.part is not None and proof.written is not None:
             proof.part.ran_without = self._ran_without.setdefault(proof.written, proof.part.ran_without)
 
     def words(self) -> str:
-        """Return in words what is proved so far, "" where there was nothing to prove."""
+        """Return in words how much is proved so far, "" if there was nothing to prove."""
         proofs = list(self._proofs)
         trained = [proof for proof in proofs if proof.part is not None]
         if not proofs:
@@ -226,35 +228,35 @@ def _count(verdicts: Sequence[Verdict], name: str, unit: str = "") -> str:
 class ProofMemory:
     """Bytes that the runs of a proof take beside the memory that exists before the step."""
 
-    plain_bytes: int  # of a plain forward and backward
-    beside_bytes: int  # of gradients on their way, and of operators while they run, in a plain backward
-    saved_bytes: int  # of what one operation of a plain backward reads, which was offloaded until then
-    forward_bytes: int  # of a plain forward without gradients
-    own_bytes: int  # of the captured forward and backward
-    own_forward_bytes: int  # of the captured forward
-    changed_bytes: int  # of copies of what the code changes in place
-    kept_bytes: int  # of one run's results, which wait for those of another run; 0 where they are not in device memory
-    free_bytes: int  # free for all of this
+    plain_bytes: int  # peak of an eager forward and backward
+    beside_bytes: int  # peak of an eager backward without saved tensors: gradients on their way, and workspace
+    saved_bytes: int  # most saved tensors that one operation of an eager backward reads, all others offloaded
+    forward_bytes: int  # peak of an eager forward without gradients
+    own_bytes: int  # peak of the captured forward and backward
+    own_forward_bytes: int  # peak of the captured forward
+    changed_bytes: int  # copies of inputs that the code changes in place
+    kept_bytes: int  # results of one run, which wait for those of another; 0 on a GPU: results are on the host
+    free_bytes: int  # free bytes for all of these
 
     @property
     def needs_files(self) -> bool:
-        """Whether a run's results are kept in files, since a plain backward does not fit beside them."""
+        """Whether the results of a run are kept in files, since an eager backward does not fit beside them."""
         needed_bytes = max(self.plain_bytes, self.own_bytes + self.changed_bytes + self.kept_bytes)
         return self.kept_bytes > 0 and needed_bytes > self.free_bytes
 
     @property
     def has_plain(self) -> bool:
-        """Whether a plain backward fits."""
+        """Whether an eager backward fits."""
         return max(self.plain_bytes, self.own_bytes + self.changed_bytes) <= self.free_bytes
 
     @property
     def has_forward(self) -> bool:
-        """Whether a forward fits, without gradients."""
+        """Whether an eager forward without gradients fits."""
         return max(self.forward_bytes, self.own_forward_bytes + self.changed_bytes) <= self.free_bytes
 
     @property
     def has_offloaded(self) -> bool:
-        """Whether a plain backward fits where what autograd saves is offloaded."""
+        """Whether an eager backward fits with its saved tensors offloaded."""
         beside_bytes = max(self.beside_bytes + self.changed_bytes, self.forward_bytes)
         needed_bytes = max(self.saved_bytes + beside_bytes, self.own_bytes + self.changed_bytes)
         return needed_bytes <= self.free_bytes
@@ -263,10 +265,10 @@ class ProofMemory:
 def proof_memory(
     captured: Captured, profile: Profile, program: Program, free_bytes: Callable[[Step, torch.device], int]
 ) -> ProofMemory:
-    """Predict the bytes that the runs of a proof take as allocated, and those that are free beside what exists."""
+    """Predict the bytes that the runs of a proof allocate, and the bytes that are free for them."""
     graph, step = in_blocks(captured.graph, captured.device), alone(captured.graph, profile, captured.device)
     own = simulate(graph, profile, program.schedule)
-    # Activations that take nothing, and gradients that are dropped as they come.
+    # Activations of 0 bytes, and gradients that are dropped as they come.
     storages = (replace(s, size_bytes=0) if s.kind is StorageKind.ACTIVATION else s for s in graph.storages)
     without_activations = replace(graph, storages=tuple(storages), gradients=())
     return ProofMemory(
@@ -283,7 +285,7 @@ def proof_memory(
 
 
 def _offloaded_bytes(graph: Graph) -> int:
-    """Return the most bytes that saved values take while others are offloaded: those that one node reads."""
+    """Return the most bytes of saved tensors that one backward node reads: all others are offloaded meanwhile."""
     read = [{graph.tensors[t].storage for t in graph.nodes[index].inputs} for index in graph.backward]
     sizes = {i: s.size_bytes for i, s in enumerate(graph.storages) if s.kind is StorageKind.ACTIVATION}
     return max((sum(sizes.get(s, 0) for s in storages if s is not None) for storages in read), default=0)

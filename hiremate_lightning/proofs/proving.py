@@ -1,12 +1,12 @@
 """Proof of captured code at its first run, before its numbers are used.
 
-Nobody sees what a capture loses: its graph is all that there is. So each captured code is compared once with the code
-that Dynamo has read, which runs by PyTorch's own operators: the forward, and the backward where its memory is free,
-plainly or with what autograd saves offloaded. Both run on the same inputs, which stay as they were, and must give the
-same bits. Where a step brings gradients of other outputs than was guessed, the next run proves that backward too. Code
-that gives other bits runs as the user wrote it from then on. So does code whose capture fails when it first runs.
+A captured graph does not show what the capture has lost. So each captured code is compared once with the code that
+Dynamo has read, run eager: the forward, and the backward if there is memory for it, with or without offloading of its
+saved tensors. Both run on the same inputs, which are restored, and must give the same bits. If the outputs that get
+gradients are not those that were guessed, the next run proves that backward too. Code that gives other bits runs eager
+from then on, and so does code whose capture fails when it first runs.
 
-Differences by rounding are known, see `docs/limits.md`: they are listed, and the code runs as planned.
+Differences by rounding are expected, see `docs/limits.md`: they are listed, and the code runs as planned.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from .trials import Trial, TrialOutcome, Unused, likely_unused, unused_at
 log = logging.getLogger("hiremate_lightning")
 
 INSIDE = "it has run inside of a backward only"
-TRIES = 3  # runs, for gradients whose memory is not there at the first one
+TRIES = 3  # try to prove gradients in so many runs: memory may be missing in the first one
 _NOT_PARTS = re.compile(r"_(?:modules|parameters|buffers)_")
 
 
 class ProvedModel(Protocol):
-    """The model whose code is proved, as far as proofs need it."""
+    """The attributes of a planned model that proofs use."""
 
     name: str
     options: SessionOptions
     say: Callable[..., None]  # warns, once for each text
     reporter: Reporter  # shows proving, and adds up its seconds
-    tracing: ExitStack  # measures the capture, which has ended where code is proved
-    kernels: FusedKernels | None  # where fused operations are kept; None where nothing is fused
-    proofs: Proofs  # so far
+    tracing: ExitStack  # times the capture; closed before code is proved
+    kernels: FusedKernels | None  # compiled kernels of fused operations; None if nothing is fused
+    proofs: Proofs  # the proofs so far
 
 
 class Prover:
@@ -82,7 +82,7 @@ class Prover:
         self._at_sizes: weakref.WeakKeyDictionary[ProgramAtSizes, ProofAtSizes] = weakref.WeakKeyDictionary()
 
     def prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
-        """Prove captured code that is about to run, as far as it is unproved and memory is free.
+        """Prove what is unproved of captured code that is about to run, as far as memory is free.
 
         Raises:
             SizesDifferError: If the code was made from traces of other sizes, and can't be proved.
@@ -94,12 +94,11 @@ class Prover:
             self._prove(proof, arguments)
 
     def _prove_made(self, proof: Proof, part: Part, arguments: Sequence[Any]) -> None:
-        """Prove code that was made from traces of other sizes: each schedule once, and beyond all sizes seen so far.
+        """Prove made code (made from traces of other sizes): each schedule once, and again at sizes beyond all proofs.
 
-        Where the sizes lie between those that were traced, a proof at smaller ones is enough, which takes less time and
-        memory. The proof stays open, since a later step of the same sizes may run by another schedule. Where there is
-        no memory for gradients, or a backward runs, it is enough that another schedule is proved, as for code that was
-        traced.
+        If the sizes lie between sizes that were traced or proved, a proof at smaller sizes is enough, which takes less
+        time and memory. The proof stays open, since a later step of the same sizes may run by another schedule. Without
+        memory for gradients, or inside of a backward, it is enough if another schedule is proved, as for traced code.
         """
         program, sizes = self._program_of(part), part.captured.sizes
         programs = programs_of(part.captured, program.schedule)
@@ -111,13 +110,17 @@ class Prover:
             proof.follow(proof.at_sizes)
 
     def _known_of(self, programs: ProgramAtSizes) -> ProofAtSizes:
-        """Return what is proved of the programs of a schedule."""
+        """Return the proofs of the programs of a schedule."""
         return self._at_sizes.setdefault(programs, ProofAtSizes(programs.sizes))
 
     def _prove_program(
         self, proof: Proof, part: Part, programs: ProgramAtSizes, program: Program, arguments: Sequence[Any]
     ) -> None:
-        """Prove made code by a program that is not known to give eager PyTorch's bits at its sizes."""
+        """Prove the program of made code at its sizes, or at smaller ones.
+
+        Raises:
+            SizesDifferError: If it can't be proved, and no other program of the code is.
+        """
         captured, known = part.captured, self._known_of(programs)
         of_code = () if captured.made_from is None else captured.made_from.programs.values()
         others = (self._known_of(other) for other in of_code if other is not None)
@@ -137,7 +140,7 @@ class Prover:
         proof.written, proof.rests = written, False
         if proof.is_known:
             known.learn(proof, captured.sizes, proof.tried_without)
-        elif known.holds_at(captured.sizes):  # where other gradients come; for these there is no memory
+        elif known.holds_at(captured.sizes):  # proved with other missing gradients; no memory to prove these
             known.learn(proof, captured.sizes, part.ran_without)
         elif proof.forward is Verdict.UNKNOWN or not is_proved_by_another:
             raise SizesDifferError("Programs of sizes that were not traced could not be proved")
@@ -145,7 +148,7 @@ class Prover:
     def _prove_smaller(
         self, proof: Proof, part: Part, programs: ProgramAtSizes, program: Program, arguments: Sequence[Any]
     ) -> None:
-        """Prove code at smaller sizes, with a part of each argument; these may leave the proof open."""
+        """Prove the code made for smaller sizes, on a slice of each argument; without success the proof stays open."""
         smaller, some = (None if proof.smaller is None else proof.smaller(arguments)) or (None, ())
         if smaller is None or smaller.part is None:
             return
@@ -155,10 +158,10 @@ class Prover:
             self._known_of(programs).learn(smaller, sizes, smaller.tried_without)
 
     def _prove(self, proof: Proof, arguments: Sequence[Any], made: Program | None = None) -> None:
-        """Prove code by the program that it is about to run by, or by one that was made for smaller sizes.
+        """Prove code by the program that it is about to run by, or by `made`, a program for smaller sizes.
 
         Raises:
-            WrongAtSizesError: If code that was made from traces of other sizes fails, or gives other numbers.
+            WrongAtSizesError: If made code fails or gives other numbers.
         """
         if backward_pass.is_running():
             proof.why_unproved = INSIDE
@@ -181,12 +184,12 @@ class Prover:
                 return
         with self._model.reporter.stage("proving"), unmeasured(device), collecting_what_it_leaves():
             without = proof.next_without()
-            if part is not None and program is not None:  # else it has no gradients, and always runs
+            if part is not None and program is not None:  # code without gradients is proved without a look at memory
                 assert part.profile is not None, "it is measured before its program is chosen"
                 memory = proof_memory(part.captured, part.profile, program, self._free_bytes)
             if memory is None or memory.has_plain or memory.has_forward:
                 proof.why_unproved = ""
-                on_trial = [] if part is None else [(part, "trial", program)]  # without its conductor, in no step
+                on_trial = [] if part is None else [(part, "trial", program)]  # run outside of any step
                 with replaced(*on_trial), autocasting.not_printed():
                     self._try(proof, arguments, memory, without, needs_numbers=made is not None)
             if not proof.is_known:
@@ -194,7 +197,7 @@ class Prover:
         self._conclude(proof, without)
 
     def _conclude(self, proof: Proof, without: frozenset[int] | None) -> None:
-        """End the proof where all is known, or where it was tried often enough; other gradients may still come."""
+        """End or pause the proof if all is known, or after enough tries; it goes on if other gradients are missing."""
         least_runs, runs = self._model.options.verify, proof.runs + 1
         if proof.is_refused:
             proof.end()
@@ -208,7 +211,7 @@ class Prover:
         proof.end()
 
     def _say_unproved(self, proof: Proof) -> None:
-        """Log, once for a session, that code runs unproved; for made code another proof may hold."""
+        """Log, once for a session, that code runs unproved; not for made code, which another proof may cover."""
         is_made = proof.part is not None and proof.part.captured.made_from is not None
         if proof.unproved and proof.why_unproved and not is_made and not self._has_said_unproved:
             self._has_said_unproved = True
@@ -225,7 +228,7 @@ class Prover:
         without: frozenset[int] | None,
         needs_numbers: bool = False,
     ) -> None:
-        """Run the code in eager mode, then as captured, and compare; NaN may tell nothing."""
+        """Run the code eager, then as captured, and compare; with `needs_numbers`, NaN proves nothing."""
         assert proof.written is not None, "code is tried while it is proved"
         written = captured_code.without_checkpoints(proof.written)
         is_plain = memory is not None and memory.has_plain
@@ -249,12 +252,12 @@ class Prover:
         except OSError as error:
             proof.why_unproved = f"there is no room to keep what it gives: {error}"
             return
-        except Exception as error:  # of PyTorch's own machinery: the code runs as it was written, and that is said
+        except Exception as error:  # an error inside of PyTorch: the code runs eager from now on, with a warning
             self._refuse(proof, f"torch.compile's capture of it fails when it runs: {type(error).__name__}: {error}")
             return
         half, device = self._half_of(proof.part), _device_of(proof, arguments)
         of_values, of_gradients = differences(expected, outcome, half, device=device)
-        if of_values or of_gradients:  # eager PyTorch may differ from itself, too
+        if of_values or of_gradients:  # two eager runs may differ too
             _, again = run_written(replace(trial, with_gradients=is_plain))
             of_values, of_gradients = differences(expected, outcome, half, again, device=device)
             if expected.has_fills and not all(known.is_rounding for known in (*of_values, *of_gradients)):
@@ -278,7 +281,7 @@ class Prover:
             proof.tried_without |= set() if proof.part is None else proof.part.tried_without
 
     def _half_of(self, part: Part | None) -> torch.dtype | None:
-        """Return the type of half precision that fused kernels skip, None where there are none or they skip nothing."""
+        """Return the type of half precision to which fused kernels don't round, as eager does; None for no type."""
         if part is None or self._model.kernels is None:
             return None
         dtypes = {tensor.dtype for tensor in part.captured.graph.tensors}
@@ -297,21 +300,21 @@ class Prover:
 def _run_written(
     proof: Proof, written: fx.GraphModule, memory: ProofMemory | None, trial: Trial
 ) -> tuple[Trial, TrialOutcome]:
-    """Run code in eager mode, with gradients where they fit: what autograd saves is offloaded where it does not fit."""
+    """Run code eager, with gradients if they fit, if need be with saved tensors offloaded; return trial and outcome."""
     if memory is not None and memory.has_plain:
         return _first_outcome(trial, written)
     fits = memory is not None and memory.has_offloaded and proof.backward is Verdict.UNKNOWN
-    if fits or captured_code.takes_gradients(written):  # by itself: it needs what it saves
+    if fits or captured_code.takes_gradients(written):  # code that takes gradients itself needs its saved tensors
         offloading = offloading_saved(written, trial.constants)
         try:
             return _first_outcome(replace(trial, with_gradients=proof.part is not None), offloading, keeps_all=True)
-        except Exception as error:  # whatever the user's code may raise; no room for files
+        except Exception as error:  # whatever the user's code may raise, or no room for files
             proof.why_unproved = f"it fails when it runs in little memory: {error}"
     return _first_outcome(trial, written)
 
 
 def _first_outcome(trial: Trial, written: Callable[..., Any], keeps_all: bool = False) -> tuple[Trial, TrialOutcome]:
-    """Run code in eager mode; where it changes an input in place that needs a gradient, on copies of these."""
+    """Run code eager; if it changes in place an input that needs a gradient, run it again on copies of such inputs."""
     keeps_nothing = not (trial.with_gradients or keeps_all)
     try:
         return trial, trial.run(written, keeps_nothing)
@@ -323,7 +326,7 @@ def _first_outcome(trial: Trial, written: Callable[..., Any], keeps_all: bool = 
 
 
 def _unused_in(proof: Proof, written: fx.GraphModule, without: frozenset[int] | None) -> Unused:
-    """Choose the outputs that get no gradients: as in a backward that has run, else as is likely."""
+    """Return the outputs that get no gradients: as in a backward that has run, else a guess."""
     seen = frozenset[frozenset[int]]() if proof.part is None else frozenset(proof.part.ran_without)
     without = without if without is not None else next(iter(seen), None)
     positions = None if proof.part is None or without is None else unused_at(proof.part.captured, without)
@@ -338,10 +341,10 @@ def _device_of(proof: Proof, arguments: Sequence[Any]) -> torch.device:
 
 
 def _may_differ_from_itself(part: Part, arguments: Sequence[Any]) -> bool:
-    """Whether a trial of captured code may give other numbers than its run.
+    """Whether captured code may give other numbers in a trial than in its run.
 
-    Custom operators may give other numbers when they run again. So may code that changes an input which shares memory
-    with another input: AOTAutograd finds both by their base, and inputs of a trial are no views.
+    Custom operators may when they run again. So may code that changes an input which shares memory with another one:
+    AOTAutograd finds both by their base, and inputs of a trial are not views.
     """
     dense = [a for a in arguments if tensor_state.is_dense(a)]
     is_shared = len({tensor_state.storage_id(a) for a in dense}) < len(dense)

@@ -1,13 +1,13 @@
-"""Run code once to collect its results, and leave inputs, random numbers and gradients as they were.
+"""Runs code once to collect its results, and restores inputs, random generators and gradients.
 
 A `TrialOutcome` holds the results in which two runs of the same code must agree: outputs, inputs that it has changed,
-the states of the generators, and, where asked for, the gradients of the inputs. Results of another device are kept on
-the host, so that one outcome takes no memory while the other is made.
+the states of random generators, and, if asked for, the gradients of the inputs. Results of a GPU are kept on the host,
+so that one outcome takes no device memory while the other is computed.
 
-Some outputs get no gradients: those whose gradients do not come in training either. Where the loss depends on some
-outputs only, autograd computes another backward than where all outputs get gradients: it leaves out terms of sums, and
-the rest may lie otherwise in memory. So the backward that runs is the one to prove. Before the first backward has run
-it is guessed: code that returns its loss, and what the loss was computed from, gets a gradient for its loss alone.
+Outputs that get no gradient in training get none in a trial. If the loss depends on some outputs only, autograd
+computes another backward than if all outputs get gradients: it leaves out terms of sums, and the rest may have other
+strides. So a trial runs the backward that training runs. Before the first backward that is a guess: code that returns
+its loss, and values from which the loss was computed, gets a gradient for its loss alone.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ..torch_private.aot import HigherOrderOperator
 from ..torch_private.tensor_state import TorchDispatchMode
 
 Unused = Callable[[Sequence[Any]], frozenset[int]]  # returns the positions of outputs that get no gradients
-SEED = 0  # of the gradients that a trial begins its backward with
-_WRITTEN_UNDECLARED = ("running_mean", "running_var")  # by kernels of batch norms, whose schemas don't tell
+SEED = 0  # seed of the random gradients with which the backward of a trial begins
+_WRITTEN_UNDECLARED = ("running_mean", "running_var")  # kernels of batch norms write these; their schemas don't say so
 _UNWRITTEN = tuple(
     getattr(torch.ops.aten, name)
     for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
@@ -44,35 +44,35 @@ class TrialOutcome:
     """The results of a run of code."""
 
     values: dict[str, Any]  # outputs, changed inputs and states of generators, by name
-    gradients: dict[str, Any]  # gradients of the inputs, by name; None for one that does not come
-    has_fills: bool = False  # whether the code got memory that nobody had written to, and that the trial filled
+    gradients: dict[str, Any]  # gradients of the inputs, by name; None for an input that gets none
+    has_fills: bool = False  # whether the code allocated uninitialised memory, which the trial filled
 
     @property
     def has_nan(self) -> bool:
-        """Whether any number is not one."""
+        """Whether any number is NaN."""
         values = tensor_state.leaves([*self.values.values(), *self.gradients.values()])
         return any(isinstance(v, torch.Tensor) and v.is_floating_point() and bool(v.isnan().any()) for v in values)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Inputs to run code with."""
+    """Inputs and settings of a run of code."""
 
     arguments: Sequence[Any]
-    names: Sequence[str]
+    names: Sequence[str]  # names of the arguments
     constants: Sequence[torch.Tensor] = ()  # other tensors that the code may write to
     with_gradients: bool = False  # whether to compute gradients of the inputs that require them
-    # Whether inputs that other code has computed are copies: autograd refuses to change a leaf in place.
+    # Whether to run on copies of inputs that are no leaves in training: autograd can't change a leaf in place.
     copies: bool = False
     files: Files | None = None  # temporary files for results on the host; None to keep these in memory
-    fill: int = 255  # the byte in memory that nobody has written to
+    fill: int = 255  # the byte with which uninitialised memory is filled
     unused: Unused = lambda outputs: frozenset()  # returns the positions of the outputs that get no gradients
 
     def run(self, function: Callable[..., Any], keeps_nothing: bool = False) -> TrialOutcome:
-        """Run code on the inputs, and leave them and the generators as they were found.
+        """Run code on the inputs, and restore them and the random generators.
 
-        The tensors that the code gets are no parameters: neither hooks nor `.grad` nor optimizers see them. Where it
-        keeps nothing, autograd drops what it would keep for a backward, and operators are those of training.
+        The tensors that the code gets are no parameters: neither hooks nor `.grad` nor optimizers see them. With
+        `keeps_nothing`, autograd is on, so that operators are those of training, but its saved tensors are dropped.
         """
         leaves = {
             i: tensor_state.apart(a).requires_grad_(a.requires_grad)
@@ -88,7 +88,7 @@ class Trial:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=devices))
             for kind in filter(torch.is_autocast_enabled, {t.device.type for t in tensors}):
-                stack.callback(autocasting.forget_casts, kind)  # of inputs: they would live to the end of the forward
+                stack.callback(autocasting.forget_casts, kind)  # cached casts of inputs would live on
             stack.enter_context(autocasting.as_found_on_error())
             stack.callback(watching.restore)
             dropping = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
@@ -111,7 +111,7 @@ class Trial:
         return TrialOutcome(values, gradients, watching.has_filled)
 
     def _gradients(self, leaves: dict[int, torch.Tensor], ends: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """Compute gradients of the leaves, for drawn gradients of the results that lead to the ends."""
+        """Compute gradients of the leaves, by a backward from `_ends` of the results."""
         own = {  # without inputs that the code has changed in place, which are leaves no more
             f"the gradient of {self.names[i]}": leaf
             for i, leaf in leaves.items()
@@ -139,7 +139,7 @@ class Trial:
         return gradients
 
     def _kept(self, value: Any, inputs: Sequence[torch.Tensor]) -> Any:
-        """Keep a value on the host, apart from the memory of inputs, which is put back."""
+        """Return a value in host memory, copied if it shares memory with inputs, which are restored."""
         if not isinstance(value, torch.Tensor):
             return value
         kept = value.detach()
@@ -151,13 +151,13 @@ class Trial:
 
 
 def _ends(results: Sequence[Any]) -> list[torch.Tensor]:
-    """Return numbers at which a backward begins in place of results that autograd has computed; these need not stay."""
+    """Return scalars at which a backward begins, one for each result with a `grad_fn`; the results may be freed."""
     own = (r for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None)
     return [_End.apply(result) for result in own]  # type: ignore[no-untyped-call]
 
 
 class _End(torch.autograd.Function):
-    """A number whose backward draws the gradient of a result: autograd frees that once it was read, as in training."""
+    """A scalar whose backward draws a random gradient of a result: autograd frees it after use, as in training."""
 
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor) -> torch.Tensor:
@@ -166,21 +166,21 @@ class _End(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
-        generator = torch.Generator(ctx.device).manual_seed(SEED)  # the same for each run, and none of the user's
+        generator = torch.Generator(ctx.device).manual_seed(SEED)  # the same for each run, and not the user's generator
         return torch.empty_like(ctx.shape, device=ctx.device).normal_(generator=generator)
 
 
 class _Watching(TorchDispatchMode):
-    """Sees each operator: copies what it may write to, and fills memory that it returns unwritten.
+    """Before each operator copies the tensors that it may write to; after it fills memory that it left uninitialised.
 
-    So the memory of the tensors can be put back, and two runs of code find the same numbers in unwritten memory: 255 in
-    each byte makes NaN of floating-point numbers.
+    So the tensors can be restored, and two runs find the same numbers in uninitialised memory: 255 in each byte is NaN
+    as a floating-point number.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], fill: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.supports_higher_order_operators = True
-        self.has_filled = False  # whether there was any unwritten memory
+        self.has_filled = False  # whether any memory was uninitialised
         self._byte = fill
         self._watched = {tensor_state.storage_id(t): t for t in tensors if t.layout is torch.strided}
         self._copies: dict[int, torch.Tensor] = {}
@@ -188,7 +188,7 @@ class _Watching(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operator, after copies of what it may write to; fill memory that it left unwritten."""
+        """Run an operator after copying the tensors that it may write to; fill memory that it left uninitialised."""
         kwargs = kwargs or {}
         for tensor in _written(operator, args, kwargs):
             if tensor.layout is torch.strided:
@@ -203,7 +203,7 @@ class _Watching(TorchDispatchMode):
         return result
 
     def _copy(self, tensor: torch.Tensor) -> None:
-        """Copy the memory of a tensor, where it is watched, before the first write to it."""
+        """Copy the memory of a watched tensor before the first write to it."""
         storage = tensor_state.storage_id(tensor)
         if storage in self._watched and storage not in self._copies:
             self._copies[storage] = tensor_state.memory_of(self._watched[storage]).clone()
@@ -214,14 +214,14 @@ class _Watching(TorchDispatchMode):
         return storage in self._copies and not torch.equal(self._copies[storage], tensor_state.memory_of(tensor))
 
     def restore(self) -> None:
-        """Put back all bytes as they were; no version counter sees it."""
+        """Restore all bytes; version counters don't change."""
         for storage, copy in self._copies.items():
             tensor_state.memory_of(self._watched[storage]).copy_(copy)
         self._copies.clear()
 
 
 def _written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """List the tensors that an operator may write to: by its schema, or all that a kernel of the user's takes."""
+    """List the tensors that an operator may write to: by its schema, or all arguments of a Triton kernel."""
     if isinstance(operator, HigherOrderOperator):
         return tensor_state.tensors_among((args, kwargs)) if "triton" in operator.name() else []
     places = _places_written(operator)
@@ -230,7 +230,7 @@ def _written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
 
 @functools.cache
 def _places_written(operator: Any) -> tuple[tuple[int, str], ...]:
-    """List the arguments that an operator writes to, also those that its schema does not tell of."""
+    """List the arguments that an operator writes to, also those that its schema does not declare."""
     arguments = enumerate(operator._schema.arguments)
     undeclared = ((i, argument.name) for i, argument in arguments if argument.name in _WRITTEN_UNDECLARED)
     return (*operators.written_arguments(operator), *undeclared)
@@ -240,14 +240,14 @@ def _places_written(operator: Any) -> tuple[tuple[int, str], ...]:
 
 
 def unused_at(captured: Captured, missing: frozenset[int]) -> frozenset[int] | None:
-    """Return the positions of the outputs whose gradients are missing; None where these are of more than outputs."""
+    """Return the positions of the outputs whose gradients are missing; None if other gradients are missing too."""
     positions = (aot.output_position(captured.tangents[gradient]) for gradient in missing)
     outputs = [position for position in positions if position is not None]
     return frozenset(outputs) if len(outputs) == len(missing) else None
 
 
 def likely_unused(written: fx.GraphModule) -> Unused:
-    """Return a function that guesses which outputs get no gradients, for code that has not run yet."""
+    """Return a function that guesses which outputs get no gradients, for code without a backward so far."""
 
     def guess(outputs: Sequence[Any]) -> frozenset[int]:
         returned: Any = written.graph.output_node().args[0]

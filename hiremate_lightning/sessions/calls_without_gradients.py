@@ -1,8 +1,8 @@
-"""Calls without gradients in training mode, and what a script computes from them until the next call with gradients.
+"""The memory of calls without gradients in training mode, up to the next call with gradients.
 
-A contrastive loss over a large batch is made so (GradCache: Gao et al., Scaling Deep Contrastive Learning Batch Size
-under Memory Limited Setup, 2021, arXiv 2101.06983): first all embeddings without gradients and a loss of all of them,
-then calls with gradients, chunk by chunk. Nothing of the first half is captured, so no plan lowers what it takes.
+GradCache computes a contrastive loss of a large batch so (Gao et al., Scaling Deep Contrastive Learning Batch Size
+under Memory Limited Setup, 2021, arXiv 2101.06983): first all embeddings without gradients and the loss of all of them,
+then calls with gradients, chunk by chunk. The first half is not captured, so no plan lowers its memory.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from ..planning.plan import Plan
 from ..units import format_bytes
 from .planned_model import PlannedModel
 
-MOST_CALLS = 100  # in a row that are watched: a validation in training mode has more, and each has its events
+MOST_CALLS = 100  # measure at most so many calls in a row; a validation in training mode has more, and each adds events
 
 
 class CallsWithoutGradients:
-    """Measures runs of such calls, up to the next call with gradients, and warns where they exceed the budget.
+    """Measures runs of such calls, up to the next call with gradients, and warns if they exceed the budget.
 
-    The first run, the second, the fourth, the eighth and so on are measured.
+    It measures the 1st, 2nd, 4th, 8th run and so on.
     """
 
     def __init__(self, model: PlannedModel) -> None:
         self._model, self._memory = model, model.memory
-        self._runs = self._calls = 0  # so far, and calls in the latest run of what was called first
-        self._first = ""  # that
+        self._runs = self._calls = 0  # runs so far, and calls of `_first` in the latest run
+        self._first = ""  # path of the module that the latest run called first
         self._meter: MemoryMeter | None = None
-        self._existing_bytes = 0  # before the latest run
-        self._peak_bytes = 0  # of a run that has ended, until it is compared
+        self._existing_bytes = 0  # bytes that existed before the latest run
+        self._peak_bytes = 0  # peak of the run that has ended; 0 once it was compared
 
     def begins(self, name: str, arguments: Sequence[torch.Tensor]) -> None:
-        """Learn that a call of a module begins: the first one of a run, or a further one."""
+        """Count a call of a module that begins; if it is the first one of a run, begin to measure."""
         if self._calls:
             self._calls += name == self._first
             if self._calls > MOST_CALLS:
@@ -50,16 +50,16 @@ class CallsWithoutGradients:
         self._meter.start()
 
     def end(self) -> None:
-        """End a run, since a call with gradients begins."""
+        """End the run and store its peak, since a call with gradients begins."""
         meter, self._calls = self._meter, 0
         if meter is not None:
             self.drop()
             self._peak_bytes = self._existing_bytes + max(interval.peak_bytes for interval in meter.intervals)
 
     def compare(self, plan: Plan | None) -> None:
-        """Warn where a run that has ended took more than the budget of the plan that the call with gradients begins by.
+        """Warn if the run that has ended took more than the budget of the plan of the call with gradients.
 
-        A share of that budget counts what optimizers made before.
+        If that budget is a share, it includes the optimizers' state, which may be new since the last step.
         """
         peak_bytes, self._peak_bytes = self._peak_bytes, 0
         if plan is not None and peak_bytes > plan.budget_bytes:

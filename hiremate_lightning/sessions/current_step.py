@@ -1,4 +1,4 @@
-"""The step under way: made when it begins, dropped when it ends or fails. What lasts for one step is kept here."""
+"""The record of the training step under way: made when the step begins, dropped when it ends or fails."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from .modes import Eager, Mode
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """A forward of the step: a captured graph that runs by a program."""
+    """One forward of a captured graph in the step, with its program."""
 
     number: int  # number of the captured graph
-    captured: Captured  # what runs
-    profile: Profile  # its costs
-    program: Program  # the program
-    mode: Mode  # how it runs
-    # The step signature whose own plan it runs by, None for none. Where the graph has no backward in that, the
-    # program is not part of the plan.
+    captured: Captured  # the captured graph
+    profile: Profile  # time and bytes of its operations
+    program: Program  # the program that runs it
+    mode: Mode  # why this program was chosen
+    # The step signature whose plan the forward follows; None if it follows none. If the graph has no backward in the
+    # steps of that signature, the plan has no program for it, and `program` comes from elsewhere.
     signature: StepSignature | None = None
 
     @property
     def left_bytes(self) -> int:
-        """Bytes of its outputs and of what it saves for its backward."""
+        """Bytes of its outputs and saved tensors on the device, weights and buffers left out."""
         graph = self.captured.graph
         saved = self.program.schedule.saved_on_device(graph)
         storages = {graph.tensors[t].storage for t in (*graph.outputs, *saved)} - {None}
@@ -45,45 +45,46 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """What was taken over for the rest of a step."""
+    """Decisions, made for the same code at other sizes, that the rest of a step follows."""
 
-    step: RecordedStep  # the step that it was planned for, at least as large
-    decisions: tuple[Decisions, ...]  # for each call
+    step: RecordedStep  # the step for which they were found to fit; the step under way is no larger
+    decisions: tuple[Decisions, ...]  # the nodes that each call recomputes
 
 
 @dataclass(eq=False)
 class CurrentStep:
     """A step from its beginning to its end."""
 
-    start: Start = (0, 0)  # how it started
-    foreseen: tuple[StepSignature, ...] = ()  # the signatures that it may be of, the likeliest first
-    calls: list[ModuleCall] = field(default_factory=list)  # what each call of a planned module was given
+    start: Start = (0, 0)  # bytes of its arguments, and number of graphs that waited for a backward as it began
+    foreseen: tuple[StepSignature, ...] = ()  # the signatures that it may turn out to have, the likeliest first
+    calls: list[ModuleCall] = field(default_factory=list)  # types and shapes of the tensors that each call was given
     has_backward: bool = False  # whether a backward has begun
-    is_unseen: bool = False  # whether a part of it was not seen, so that nothing can be learned from it
-    resident: Resident | None = None  # what existed when it began, None where that was not counted
-    eager: Eager | None = None  # how it runs as the user wrote it; None where it runs captured
-    expected: StepSignature | None = None  # the signature by whose plan it begins, None for none
-    # Whether it is likely of a signature without a plan that runs more than the expected one: then all of it runs at
-    # the least memory.
+    is_unseen: bool = False  # whether a part of it ran unobserved: its measurement is dropped
+    resident: Resident | None = None  # memory that existed when it began; None if not counted
+    eager: Eager | None = None  # why it runs eager, and its prediction; None if it runs captured
+    expected: StepSignature | None = None  # the signature by whose plan it begins; None if there is no plan
+    # Whether it is likely to have a signature without a plan that runs more than the expected one: then all of its
+    # graphs run at the least memory.
     is_unknown: bool = False
-    look: Look | None = None  # what is watched in it, None where that was not asked
-    record: StepRecord | None = None  # what is measured in it, None for nothing
-    timed: TimedRun | None = None  # times of its operations, None where they are not taken
+    look: Look | None = None  # whether its memory is measured or its operations timed; None before that is decided
+    record: StepRecord | None = None  # the measurement of its memory; None if not measured
+    timed: TimedRun | None = None  # times of its operations; None if not timed
     forwards: list[Forward] = field(default_factory=list)  # its forwards so far
-    # The planned signatures that run the same code, as far as it has run; listed where it runs by no own plan.
+    # The planned signatures whose code is that of all forwards so far, at any sizes. Set when a graph without a plan
+    # first runs after these forwards; empty in later steps, which find its program in a cache.
     alike: list[StepSignature] = field(default_factory=list)
-    followed: Followed | None = None  # what was taken over from one of them; None for nothing
-    # The step as it is foreseen from the first of them; None before all its sizes are known.
+    followed: Followed | None = None  # decisions taken over from these signatures; None if none fit
+    # The step as foreseen from these signatures, with the sizes of all its calls; None before all sizes are known.
     at_sizes: RecordedStep | None = None
-    fits_nothing: bool = False  # whether it was made from traces of other sizes, and not even the least memory fits
-    is_replanned: bool = False  # whether plans were made anew since its first forward
+    fits_nothing: bool = False  # whether it runs made code (of a size never traced), and not even the least memory fits
+    is_replanned: bool = False  # whether plans were made again since its first forward
     is_to_be_planned: bool = False  # whether its signature gets a plan from its record, before the next step
-    has_captured: bool = False  # whether something was captured in it
-    began_s: float = field(default_factory=time.perf_counter)  # when it began, in seconds
+    has_captured: bool = False  # whether a graph was captured in it
+    began_s: float = field(default_factory=time.perf_counter)  # seconds, by the clock `time.perf_counter`
 
     @property
     def is_watched(self) -> bool:
-        """Whether anything is done in it beside running it."""
+        """Whether its memory is measured or its operations are timed."""
         return self.look is not None and (self.look.is_measured or self.look.is_timed)
 
     @property
@@ -93,39 +94,39 @@ class CurrentStep:
 
     @property
     def graphs(self) -> GraphNumbers:
-        """The captured graphs that have run forward, by number."""
+        """The numbers of the captured graphs that have run forward, in order."""
         return tuple(forward.number for forward in self.forwards)
 
     @property
     def is_from_other_sizes(self) -> bool:
-        """Whether some of its graphs were made from traces of other sizes."""
+        """Whether any of its graphs was made from traces of other sizes."""
         return any(forward.captured.made_from is not None for forward in self.forwards)
 
     def resident_in(self, memory: ResidentMemory) -> Resident:
-        """Return what existed when it began; where that was not counted, what exists now."""
+        """Return the memory that existed when it began; if that was not counted, the memory that exists now."""
         return self.resident or memory.count(())
 
     @property
     def live_bytes(self) -> int:
-        """Bytes that its forwards have left: outputs, and what is saved for backwards."""
+        """Bytes of the outputs and saved tensors of its forwards so far."""
         return sum(forward.left_bytes for forward in self.forwards)
 
     def plans_changed(self) -> None:
-        """Learn that plans were made anew: what has run, or was taken over, is of those before."""
+        """Note that plans were made again: `is_replanned` if a forward has run; drop decisions taken over."""
         self.is_replanned = self.is_replanned or bool(self.forwards)
         self.followed = None
 
     def ran_by(self, signatures: Collection[StepSignature]) -> bool:
-        """Whether it ran throughout by the plans of these signatures: its own, and those that it is taken for."""
+        """Whether each of its forwards followed the plan of one of these signatures."""
         chosen = {forward.signature for forward in self.forwards}
         return bool(chosen) and chosen <= set(signatures) and not self.is_replanned
 
     @property
     def is_by_plans(self) -> bool:
-        """Whether it ran by plans throughout, be they of other signatures."""
+        """Whether no forward ran at the least memory: each followed a plan, or decisions for other sizes."""
         return all(forward.mode is not Mode.LEAST for forward in self.forwards)
 
     def drop(self) -> None:
-        """End its measurement, of which nothing is learned."""
+        """Stop its measurement and discard the result."""
         if self.record is not None:
             self.record.close()

@@ -1,8 +1,8 @@
-"""Steps that run as the user wrote them, though their model is planned: where that fits.
+"""Steps of a planned model that run eager, since they fit the budget so.
 
-There are three cases. Steps of sizes that were never seen, which to capture would take seconds
-(`signatures.eager_predictions`). Those of them that fit only where what autograd saves is offloaded, until plans for
-them are worth their time (`offloading`). And steps whose plan gains nothing (`StepSignature.gains_nothing`).
+There are three cases. Steps of sizes that were never captured: a capture would take seconds
+(`signatures.eager_predictions`). Such steps that fit only with their saved tensors offloaded, until the time spent on
+that exceeds the time of planning (`offloading`). And steps whose plan gains nothing (`StepSignature.gains_nothing`).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from .planned_model import PlannedModel
 
 
 class EagerSteps:
-    """Finds out what `mode_of` asks of a step that begins, and learns from steps that run as the user wrote them."""
+    """Collects the facts by which `mode_of` chooses the mode of a step, and corrects predictions by eager steps."""
 
     def __init__(self, model: PlannedModel, planned: PlannedSignatures, new_sizes: NewSizes) -> None:
         self._model, self._planned, self._new_sizes = model, planned, new_sizes
         self._history = model.history
-        self._may_run_eager = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
-        self._tell = cache(model.tell)  # each text once
+        self._may_run_eager = not model.parts.fuses  # eager kernels differ from fused kernels in the last bits
+        self._tell = cache(model.tell)  # logs each text once
         self._predictions, self._offloading = EagerPredictions(), model.offloading
-        self._sizes_vary = False  # whether any step ran eager since its sizes were not known
-        self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # spent on saving memory so far, by calls
+        self._sizes_vary = False  # whether any step ran eager because its sizes had no plan
+        self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # time spent on offloading so far, by calls
 
     def step_begins(self, step: CurrentStep) -> None:
-        """Choose how a step runs that begins with some calls."""
+        """Choose whether a step that begins runs eager, and log its mode; set `step.eager`."""
         for signature in self._history.planned if self._may_run_eager else ():
             if signature.calls is not None:
                 self._predictions.learn(signature)
@@ -55,42 +55,42 @@ class EagerSteps:
         self._tell(step.eager.describe())
 
     def called(self, step: CurrentStep, call: ModuleCall) -> None:
-        """Learn of a further call of the step under way: if it does not fit as it is, it is captured."""
+        """Add a call to the step under way; if the step runs eager, choose its mode again."""
         step.calls.append(call)
         if step.eager is not None:
             step.eager = self._choose(step, step.eager.likely)
 
     def is_to_be_measured(self, eager: Eager) -> bool:
-        """Whether to measure a step that runs eager."""
+        """Whether to measure the memory of a step that runs eager."""
         return eager.is_to_be_measured(self._predictions, self._room_bytes())
 
     def ended(self, step: CurrentStep, eager: Eager) -> None:
-        """Learn from a step that ran eager."""
+        """Correct predictions by the measured peak of a step that ran eager, and compare the peak with the budget."""
         if step.record is None:
             return
         peak_bytes, plan = step.record.peak_bytes, self._planned.latest
         added_bytes = None if peak_bytes is None else peak_bytes - step.record.resident.existing_bytes
         self._predictions.measured(step.calls, eager.likely, eager.prediction, added_bytes)
-        if not self._model.options.budget.is_whole:  # else it is what plain training takes
+        if not self._model.options.budget.is_whole:  # a budget of 100% is what eager training takes
             eager.ended(self._model, step.record, None if plan is None else plan.budget_bytes)
 
     def graph_stays(self) -> None:
-        """Learn that a backward retained the graph of code that ran as the user wrote it: later steps are captured.
+        """Capture all later steps, since a backward of an eager step retained its autograd graph.
 
-        What such a graph holds in the steps that follow, nobody sees.
+        The memory that such a graph holds in later steps can't be measured.
         """
         self._may_run_eager = False
         self._tell("Steps that retain a graph run by plans from now on, which count what it holds.")
 
     def learn_from_taken_over(self, step: CurrentStep, signature: StepSignature) -> None:
-        """Learn of the step that ends, where it ran by the plan of another size and has none of its own."""
+        """Predict eager steps also from the step that ends, if its sizes are foreseen and it has no plan of its own."""
         at_sizes = step.at_sizes
         if at_sizes is not None and signature.plan is None and self._may_run_eager:
             code = self._history.same_code(at_sizes)
             self._predictions.learn_foreseen(CapturedStep(tuple(step.calls), code, at_sizes))
 
     def _room_bytes(self) -> int:
-        """Return what a step may add to the resident bytes; any, where the budget is what plain training takes."""
+        """Return the bytes that a step may add to the resident bytes; no limit if the budget is 100%."""
         if self._model.options.budget.is_whole:
             return sys.maxsize
         rooms = [signature.own_plan.room for signature in self._history.planned]
@@ -100,7 +100,7 @@ class EagerSteps:
         return max(room.step_bytes for room in rooms)
 
     def _is_worth_capturing(self, calls: list[ModuleCall], likely: StepSignature) -> bool:
-        """Whether saving memory has taken more time, in steps called like this one or in all, than plans would have."""
+        """Whether offloading, in steps called like this one or in all steps, has taken more time than plans would."""
         plan = self._planned.latest
         planning_ms = 0.0 if plan is None else 1000 * plan.planning.all_s
         if self._extra_ms.get(tuple(calls), 0.0) > thresholds.current.worth_a_plan * planning_ms:
@@ -109,7 +109,7 @@ class EagerSteps:
         return is_worth_it and self._new_sizes.may_serve(likely.step)
 
     def _choose(self, step: CurrentStep, likely: StepSignature) -> Eager | None:
-        """Choose how a step runs that is likely of a signature; None where it is captured."""
+        """Return the record of the eager mode of a step that likely has a signature; None if it is captured."""
         facts = StepFacts(
             step.calls,
             likely,

@@ -1,9 +1,9 @@
-"""Which program a captured graph runs by: that of a plan, one taken over from other sizes, or that of least memory.
+"""Which program a captured graph runs by: that of a plan, one by decisions for other sizes, or that of least memory.
 
-Steps that have no plan run as was planned for the same code at other sizes, or else at the least memory. A step whose
-code was made from traces of other sizes (`new_sizes`) gets no plan of its own as long as something fits it: one such
-plan a size would be one a step, where nearly every size comes once. What `planning.ladder` keeps for the code serves
-all of its sizes.
+A step without a plan runs by decisions for the same code at other sizes, if any fit, or else at the least memory. A
+step of made code (made from traces of other sizes, see `new_sizes`) gets no plan of its own as long as some decisions
+fit: nearly every size comes once, so that each step would be planned. The ladder of the code (`planning.ladder`) keeps
+decisions for all of its sizes.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from .planned_model import PlannedModel
 
 log = logging.getLogger("hiremate_lightning")
 
-HEADROOM = 0.8  # of the room of a step that nothing fitted: larger steps may run by the same decisions
-LIMIT_S = 5.0  # for solving, while a step waits
-TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random generator, three deep
+HEADROOM = 0.8  # share of the room that new decisions for all sizes may take: then larger steps fit by them too
+LIMIT_S = 5.0  # seconds for solving, while a step waits
+TRACING_BYTES = 2**14  # bytes that a trace takes: three states of the random generator
 
-TakenOver = Latest[GraphNumbers, Forward | None]  # how a part runs by other steps' plans, by what ran before
+TakenOver = Latest[GraphNumbers, Forward | None]  # the forward of a part by others' decisions, by the graphs so far
 
 
 class GraphPrograms:
@@ -56,35 +56,36 @@ class GraphPrograms:
         self._history, self._parts, self._reporter = model.history, model.parts, model.reporter
         self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
         self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
-        self._fits = dict[tuple[StepSignature, tuple[Schedule, ...]], bool]()  # signatures whose steps began by these
-        self._most_bytes = 0  # that were resident
+        # Whether a step of a signature fits whose first graphs ran by these schedules.
+        self._fits = dict[tuple[StepSignature, tuple[Schedule, ...]], bool]()
+        self._most_bytes = 0  # most resident bytes before any step
         self._replays = Latest[Hashable, Replays](16)
-        self._schedules = Latest[Hashable, Schedule](64)  # of decisions, for all sizes of code
+        self._schedules = Latest[Hashable, Schedule](64)  # by decisions, valid at all sizes of the code
 
     def forget_plans(self) -> None:
-        """Decide anew what to take over: there is another plan, or more is resident."""
+        """Forget which decisions were taken over, since there is another plan, or more is resident."""
         self._taken_over.clear()
         self._fits.clear()
 
     def note_resident(self, resident: Resident) -> None:
-        """Learn of what exists before a step: where that is more than ever, what was taken over may not fit."""
+        """Forget which decisions were taken over if more is resident than ever: they may no longer fit."""
         if resident.size_bytes > self._most_bytes:
             self._most_bytes = resident.size_bytes
             self.forget_plans()
 
     def forget_least(self, part: Part) -> None:
-        """Learn that a part can't run any more as it did."""
+        """Forget the programs of a part, which can't run by them any more."""
         self._least.pop(part, None)
         self._taken_over.pop(part, None)
 
     def decide(self, step: CurrentStep, part: Part) -> Forward:
-        """Decide how a captured graph runs that is about to, in the step under way; the rest of the step goes by that.
+        """Choose the program of a captured graph that is about to run in the step under way.
 
-        A graph that has no backward in the plan of its step waits for a later one, or is dropped. One that is dropped
-        holds the least: that takes no time, and a plan counts what it held as it was recorded.
+        If the graph has no backward in the plan of its step, its backward comes in a later step, or never. In the
+        latter case it runs at the least memory: that takes no time, and the plan counts the bytes that it then holds.
 
         Raises:
-            InfeasibleBudgetError: If the part alone fits neither the budget nor what is free.
+            InfeasibleBudgetError: If the part alone fits neither the budget nor the free memory.
         """
         profile, ran = self._parts.costs_of(part), (*step.graphs, part.number)
         planned = self._history.choose(ran, step.expected, step.start, partial(self._fits_beside, step))
@@ -99,27 +100,27 @@ class GraphPrograms:
         return Forward(part.number, part.captured, profile, program, mode, signature)
 
     def step_ended(self, step: CurrentStep) -> None:
-        """Learn of the sizes of the calls of a step that ran captured."""
+        """Note the sizes of all calls of a captured step, to foresee them from the first call of later steps."""
         if step.alike:
             places = step.alike[0].recorded.places
-            if all(place < len(step.forwards) for place in places):  # else it ended early, as a piece of an iteration
+            if all(place < len(step.forwards) for place in places):  # not if it was a piece of an iteration
                 step.alike[0].of_code.sizes_of_calls.note([step.forwards[place].captured for place in places])
 
     def learn_margin(self, step: CurrentStep, peak_bytes: int) -> None:
-        """Leave more room to steps of new sizes where one took more than was predicted for what it ran."""
+        """Leave a larger margin in steps of sizes never traced, if one took more than predicted for its decisions."""
         at_sizes, resident = step.at_sizes, step.resident
         if at_sizes is None or resident is None or not step.is_from_other_sizes:
             return
         whole, forwards = at_sizes.merge(), [step.forwards[place] for place in at_sizes.places]
         decisions = whole.join([forward.program.schedule.decisions(forward.captured.graph) for forward in forwards])
         predicted_bytes = resident.size_bytes + whole.peak_bytes(decisions)
-        excess_bytes = peak_bytes - predicted_bytes - guard_bytes(predicted_bytes)  # which plans leave free
+        excess_bytes = peak_bytes - predicted_bytes - guard_bytes(predicted_bytes)  # plans leave the guard free
         if excess_bytes > self._history.margin_bytes:
             self._history.margin_bytes = excess_bytes
             self.forget_plans()
 
     def _fits_beside(self, step: CurrentStep, signature: StepSignature) -> bool:
-        """Whether a step of a planned signature fits that has begun as the step under way, and goes on by its plan."""
+        """Whether the step under way fits if it goes on by the plan of a signature."""
         begun = tuple(forward.program.schedule for forward in step.forwards)
         if (signature, begun) not in self._fits:
             recorded, plan = signature.recorded, signature.own_plan
@@ -136,10 +137,9 @@ class GraphPrograms:
     def _find_least(self, step: CurrentStep, part: Part) -> Program:
         """Return the program of least memory of a part.
 
-        Where not even the captured part alone fits, training stops before it runs, or, if there is memory to run it
-        once, after: what else the step takes, a second view of a picture or a loss that is a network, is known then.
-        Where there are several processes it runs in any case: one that stops alone leaves the others waiting in a
-        collective.
+        If not even the part alone fits, training stops: at once, or after the step if the device has memory for one
+        step. Then the error also counts the other parts of the step, such as a loss that is a network. With several
+        processes the part runs in any case: a process that stops alone leaves the others waiting in a collective.
         """
         if part not in self._least:
             options, is_alone = self._model.options, runtime.process_group_store() is None
@@ -163,7 +163,7 @@ class GraphPrograms:
         return self._least[part]
 
     def _spare_bytes_or_announce_full(self) -> int:
-        """Return the bytes that a first step may take beyond the budget; none, announced, where no plan may follow."""
+        """Return the bytes that a first step may take beyond the budget; 0, with a warning, if it can get no plan."""
         if self._model.has_place:
             return free_bytes(self._model.memory.device)
         self._model.announce_full()
@@ -172,7 +172,7 @@ class GraphPrograms:
     # ---------------------------------------------------------------- plans of other sizes
 
     def _take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers) -> Forward | None:
-        """Return how a part runs by a plan for the same step at other sizes; None where none fits."""
+        """Return the forward of a part by decisions for the same code at other sizes; None if none fit."""
         forwards = self._taken_over.setdefault(part, TakenOver(64))
         if ran not in forwards:
             with self._reporter.stage("solving"):
@@ -181,7 +181,7 @@ class GraphPrograms:
         return forwards[ran]
 
     def _take_over_anew(self, step: CurrentStep, part: Part, programs: Sequence[Program]) -> Forward | None:
-        """Decide for the next forward of the step under way; its code has run by these programs in other steps."""
+        """Return the forward of a part as `_take_over`, not from the cache; `programs` are those of earlier steps."""
         profile, captured, place = self._parts.costs_of(part), part.captured, len(step.forwards)
         begun = [*(forward.captured for forward in step.forwards), captured]
         step.alike = [signature for signature in self._history.planned if signature.recorded.begins_as(begun)]
@@ -189,7 +189,7 @@ class GraphPrograms:
             return None
         first = step.alike[0].recorded
         if place not in first.places or not all(s.recorded.goes_on_as(first, place) for s in step.alike):
-            return None  # nobody knows how the step goes on
+            return None  # signatures differ in what comes next
         call = first.places.index(place)
         is_last = call + 1 == len(first.calls)
         if not _was_foreseen(step.followed, captured, call, is_last):
@@ -202,7 +202,7 @@ class GraphPrograms:
         return Forward(part.number, captured, profile, program, Mode.OTHER_SIZES)
 
     def _program_of(self, captured: Captured, decisions: Decisions, programs: Sequence[Program]) -> Program:
-        """Return the program by decisions for a captured graph: one that it has run by, if any is the same."""
+        """Return the program of a captured graph by decisions: an earlier one if its schedule is the same."""
         key = captured.made_from, captured.overwritten, decisions
         schedule = self._schedules.get(key) or lower(captured.graph, decisions)
         alike = (program for program in programs if program.schedule == schedule)
@@ -214,7 +214,7 @@ class GraphPrograms:
     def _follow(
         self, step: CurrentStep, captured: Captured, profile: Profile, call: int, is_last: bool
     ) -> Followed | None:
-        """Choose, of what was decided for steps of the same code, the fastest that fits; None where none does."""
+        """Return the fastest decisions for steps of the same code that fit this step; None if none fit."""
         alike, is_made = [signature.recorded for signature in step.alike], captured.made_from is not None
         begun = [step.forwards[place] for place in alike[0].places[:call]]
         resident = step.resident_in(self._model.memory)
@@ -227,7 +227,7 @@ class GraphPrograms:
         if is_last:
             step.at_sizes = foreseen
         whole = foreseen.merge().sharing([recorded.code for recorded in foreseen.calls], self._replays)
-        traced_bytes = TRACING_BYTES if len(foreseen.calls) > 1 else 0  # graphs are traced while values of others live
+        traced_bytes = TRACING_BYTES if len(foreseen.calls) > 1 else 0  # a later graph is traced during the step
         room = self._maker.room(whole, resident)
         room = replace(room, resident_bytes=room.resident_bytes + traced_bytes)
         room = replace(room, margin_bytes=self._margin_bytes(step, room.step_bytes, is_made))
@@ -239,16 +239,16 @@ class GraphPrograms:
             return fastest_that_fits(whole, room, [_going_on(whole, before, d) for d in candidates])
 
         decisions = fastest()
-        if decisions is None and is_made:  # decisions are solved for all sizes
+        if decisions is None and is_made:
             self._find_for_all_sizes(code.ladder, whole, room)
             decisions = fastest()
             step.fits_nothing = decisions is None
         return None if decisions is None else Followed(foreseen, whole.split(decisions))
 
     def _margin_bytes(self, step: CurrentStep, room_bytes: int, is_made: bool) -> int:
-        """Return the bytes of a room to leave free, since steps of the same code took more than was predicted."""
+        """Return the bytes to leave free, since steps of the same code took more than was predicted."""
         margin_bytes = max(self._history.margin_bytes, *(signature.recorded.margin_bytes for signature in step.alike))
-        excess = 0.0  # measured beyond what was predicted, over that
+        excess = 0.0  # ratio of the excess of a measured peak over the predicted one to the latter
         for plan in (signature.own_plan for signature in step.alike if is_made):
             excess_bytes = (plan.measured.peak_bytes or 0) - plan.planned_peak_bytes
             excess = max(excess, excess_bytes / max(1, plan.planned.peak_bytes))
@@ -257,15 +257,16 @@ class GraphPrograms:
     # ---------------------------------------------------------------- decisions for all sizes of code
 
     def _find_for_all_sizes(self, ladder: Ladder, step: Step, room: Room) -> None:
-        """Solve decisions for a step that nothing fits so far, unless the same was tried in no less room.
+        """Solve decisions for a step that no known ones fit, and add them to the ladder of its code.
 
-        The ladder of its code takes them. They leave some of the room, so that somewhat larger steps may run by them.
+        They leave some of the room free, so that somewhat larger steps fit too. Nothing is solved if the least memory
+        was tried before in as much room.
         """
         limit_bytes = room.solved_bytes
         share = room.step_bytes / max(1, step.peak_bytes(keep_all(step.graph)))
         fitting = (decisions for decisions in ladder.decisions if step.peak_bytes(decisions) <= limit_bytes)
         if share <= ladder.least_share or next(fitting, None) is not None:
-            return  # what fits does so only without what has run
+            return  # there are decisions that fit, but not after the graphs that ran already
         log.debug("searching for the least memory at all sizes")
         with self._reporter.stage("solving"), collecting_what_it_leaves():
             limits = SolveOptions(self._model.options.time_limit_s, progress=self._maker.progress(step))
@@ -280,24 +281,25 @@ class GraphPrograms:
 
 
 def _was_foreseen(followed: Followed | None, captured: Captured, call: int, is_last: bool) -> bool:
-    """Whether a call of a step is what was decided for, or smaller where more is still to come."""
+    """Whether the decisions were made for a call of these sizes, or for a larger one if it is not the last."""
     if followed is None:
         return False
     expected = followed.step.calls[call].captured
     if captured.made_from is not None and captured.made_from is expected.made_from:
         return captured.sizes == expected.sizes
-    return not is_last and captured.graph.is_no_larger(expected.graph)  # with the last one all sizes are known
+    return not is_last and captured.graph.is_no_larger(expected.graph)  # at the last call all sizes are known
 
 
 def _going_on(whole: Step, before: Sequence[Decisions], decisions: Decisions) -> Decisions:
-    """Return decisions for a step whose first calls have run by others."""
+    """Return decisions for a whole step: those that its first calls ran by, then the new ones."""
     return whole.join([*before, *whole.split(decisions)[len(before) :]]) if before else decisions
 
 
 def _without_doubtful(captured: Captured, profile: Profile) -> tuple[Graph, Profile]:
-    """Count no gradients that may never come: where a loss is returned, those of other outputs, logits for example.
+    """Return the graph and its costs without gradients that may never come.
 
-    Nor is it known who holds these outputs; their memory is taken for free where a gradient may have it.
+    If the graph returns a loss, gradients of its other outputs, such as logits, may not come. Nor is it known who holds
+    these outputs: a gradient may reuse their memory.
     """
     graph = captured.graph
     doubtful = frozenset(i for i, t in enumerate(graph.tangents) if graph.tensors[t].shape)
@@ -305,4 +307,5 @@ def _without_doubtful(captured: Captured, profile: Profile) -> tuple[Graph, Prof
 
 
 def _build(captured: Captured, schedule: Schedule) -> Program:
-    return replace(program_of(captured, schedule), protects=True)  # what becomes of the values outside was not seen yet
+    # Outside code may still use the values: no step was seen yet.
+    return replace(program_of(captured, schedule), protects=True)

@@ -1,13 +1,13 @@
-"""The largest sizes that inputs will have, as a user named them: a step of these is planned before it comes.
+"""The largest sizes of inputs, as a user named them: a step of these sizes is planned before it comes.
 
-Sizes that nobody named, and that vary, are learned from calls (`VaryingSizes`).
+`VaryingSizes` finds the sizes that vary from call to call without being named.
 
-Captured code that has symbols for these sizes is traced for the largest ones as soon as it is traced for others. The
-joint graph at these sizes is exact, its operations are measured one by one, and no tensor of the step is made. Code
-outside of captured graphs is taken to grow as what it is given and what it returns.
+Captured code with symbols for these sizes is traced for the largest ones as soon as it is traced for others. The joint
+graph at these sizes is exact, its operations are measured one by one, and no tensor of the step is allocated. Memory of
+code outside of captured graphs is taken to grow in proportion to its inputs and outputs.
 
-In captured code a size is known by its value. So a size is planned ahead where a batch shows no other dimension of the
-same value beside it.
+Captured code knows a size by its value alone. So a size is planned ahead only if no other dimension of the batch has
+the same value.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from ..signatures.step_signature import GraphNumbers, StepSignature
 from ..torch_private import dynamo
 from .parts import Parts
 
-MOST_SEEN = 16  # different shapes of what one call was given
+MOST_SEEN = 16  # different shapes kept of the arguments of one call
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 class LargestSizes:
-    """The largest sizes of the steps of one model, whose user named some."""
+    """The largest sizes of the steps of one model, by the sizes that its user named."""
 
     def __init__(self, named: Sequence[NamedSize], parts: Parts, say: Callable[..., None]) -> None:
-        self.becomes: Mapping[int, int] = {}  # what sizes of the latest step become in the largest one
+        self.becomes: Mapping[int, int] = {}  # sizes of the latest step, and the size of each in the largest step
         self._named, self._parts, self._say = named, parts, say
-        self._wishes: dict[str, NamedSize] = {}  # those that were met in what calls were given
-        self._ends: dict[str, list[tuple[int, int]]] = {}  # sizes of each argument with a named size, and the largest
-        self._shapes: dict[str, Sizes] = {}  # shapes of all arguments
+        self._wishes: dict[str, NamedSize] = {}  # the named sizes that arguments of calls had, by their text
+        self._ends: dict[str, list[tuple[int, int]]] = {}  # of each argument with a named size: each size, its largest
+        self._shapes: dict[str, Sizes] = {}  # shapes of all arguments by name
         self._taken: weakref.WeakKeyDictionary[Part, Mapping[int, int]] = weakref.WeakKeyDictionary()
         self._larger: weakref.WeakKeyDictionary[Part, Part] = weakref.WeakKeyDictionary()
 
@@ -56,7 +56,12 @@ class LargestSizes:
     def called(
         self, function: Callable[..., Any] | None, arguments: Arguments, tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Learn what a planned call is given: what names its arguments, if anything, these, and all tensors in them.
+        """Note the sizes of a planned call and choose what they become in the largest step.
+
+        Args:
+            function: The function whose signature names the arguments; None if there is none.
+            arguments: Positional and keyword arguments.
+            tensors: All tensors in the arguments.
 
         Raises:
             ConfigurationError: If an argument does not have the dimension that was named.
@@ -74,7 +79,7 @@ class LargestSizes:
             self._choose()
 
     def _set_end(self, named: NamedSize) -> None:
-        """Set what a named size becomes."""
+        """Note the largest value of a named size; warn if the size is outside of the named range."""
         shape = self._shapes[named.argument]
         if not -len(shape) <= named.dimension < len(shape):
             raise ConfigurationError(
@@ -92,7 +97,7 @@ class LargestSizes:
             )
 
     def _choose(self) -> None:
-        """Choose what becomes of each size: nothing where that can't be told."""
+        """Set `becomes`; warn of a size that two dimensions share, of which only one grows."""
         ends = defaultdict[int, set[int]](set)
         for size, most in (pair for pairs in self._ends.values() for pair in pairs):
             ends[size].add(most)
@@ -106,7 +111,7 @@ class LargestSizes:
                 )
 
     def _check(self) -> None:
-        """Refuse names that no call was given."""
+        """Raise a ConfigurationError if no call was given an argument that is named."""
         unknown = [named for named in self._named if named.argument not in self._shapes]
         if unknown:
             name, known = unknown[0].argument, ", ".join(f"{n} {shape}" for n, shape in self._shapes.items())
@@ -118,11 +123,11 @@ class LargestSizes:
     # ---------------------------------------------------------------- captured graphs
 
     def took(self, part: Part) -> None:
-        """Learn of a part that was captured."""
+        """Note for a new part what its sizes become in the largest step."""
         self._taken[part] = self.becomes
 
     def trace_ahead(self, run: Any, sizes: Sizes, trace: Callable[[Sizes], Any]) -> None:
-        """Have captured code traced for the largest sizes, where it was traced for some and runs there."""
+        """Trace captured code for the largest sizes too, once it was traced for others and has a part there."""
         part, larger = getattr(run, "part", None), tuple(self.becomes.get(size, size) for size in sizes)
         if part is not None and larger != sizes:
             at_largest = getattr(trace(larger), "part", None)
@@ -134,11 +139,11 @@ class LargestSizes:
     def foresee(
         self, signature: StepSignature, resident: Resident
     ) -> tuple[GraphNumbers, RecordedStep, Mapping[int, int]] | None:
-        """Foresee a step of the largest sizes from another one, and from what exists before that.
+        """Foresee the step of the largest sizes from a recorded one, and from the memory that exists before that.
 
         Returns:
-            The captured graphs that it runs, the step, and what sizes become in it; None where nothing is named, or
-            where it can't be foreseen, which is announced.
+            The captured graphs that it runs, the step, and what sizes become in it; None if nothing is named, or, with
+            a warning, if the step can't be foreseen.
 
         Raises:
             ConfigurationError: If no call was given an argument that is named.
@@ -163,7 +168,7 @@ class LargestSizes:
         return graphs, step, ChainMap(*(dict(self._taken[part]) for part in parts))
 
     def _grows(self, part: Part) -> bool:
-        """Whether the inputs of a part have sizes that become larger."""
+        """Whether any input of a part, weights left out, has a size that becomes larger."""
         graph, becomes = part.captured.graph, self._taken[part]
         inputs = [graph.tensors[t] for t in graph.inputs]
         others = (t for t in inputs if t.storage is None or graph.storages[t.storage].kind is not StorageKind.PARAMETER)
@@ -186,16 +191,15 @@ class LargestSizes:
 
 
 class VaryingSizes:
-    """The sizes of the latest call of a model that differ from call to call, once three calls have differed.
+    """The sizes of the latest call that vary from call to call, known after three calls with different sizes.
 
-    A dimension of a weight that always has a size that varies elsewhere can't be told from that one: such a size is
-    left out.
+    A size that equals a dimension of a weight is left out: the two can't be told apart by value.
     """
 
     def __init__(self, weights: Callable[[], Iterable[Sizes]]) -> None:
         self._weights = weights
         self._seen: dict[tuple[object, ...], list[Sizes]] = {}  # different sizes of each call, by its name and ranks
-        self._varied = set[int]()  # of the latest call
+        self._varied = set[int]()  # sizes of the latest call that vary
 
     def called(self, name: str, shapes: Sequence[Sizes]) -> None:
         """Add a call, with the shapes of its arguments."""
@@ -208,12 +212,12 @@ class VaryingSizes:
         self._varied = {column[-1] for column in columns} - fixed
 
     def __iter__(self) -> Iterator[int]:
-        """Go through the sizes."""
+        """Yield the sizes."""
         return iter(self._varied.difference(*self._weights()))
 
 
 def calls_at(becomes: Mapping[int, int], calls: Sequence[ModuleCall]) -> tuple[ModuleCall, ...]:
-    """Return what calls are given where their sizes become larger ones."""
+    """Return the calls with each of their sizes replaced by the larger one that it becomes."""
     shapes = (tuple(tuple(becomes.get(n, n) for n in shape) for shape in call.shapes) for call in calls)
     return tuple(replace(call, shapes=larger) for call, larger in zip(calls, shapes, strict=True))
 
@@ -221,7 +225,7 @@ def calls_at(becomes: Mapping[int, int], calls: Sequence[ModuleCall]) -> tuple[M
 def _by_name(
     function: Callable[..., Any] | None, arguments: Arguments, tensors: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """List the tensors among some arguments by their names; those of a mapping by its keys, others by their numbers."""
+    """Return tensors by the names of their arguments; by key if they are in a mapping, else by number."""
     args, kwargs = arguments
     named: dict[str, Any] = {}
     if function is not None:

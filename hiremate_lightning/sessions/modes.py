@@ -1,7 +1,7 @@
-"""How a step runs, and each captured graph of a step that is captured: `mode_of` has the rules, in their order.
+"""The modes of steps and of captured graphs, and the rules that choose them: `mode_of`, in order.
 
-What the rules ask of a step is found out here, of a captured graph in `graph_programs`. A step that runs eager has a
-record of its mode: what such steps measure and learn.
+`StepFacts` finds out here what the rules ask of a step; `graph_programs` finds out what they ask of a captured graph.
+A step that runs eager has a record of its mode, which says what to measure in the step and what to do with the result.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ..units import format_bytes
 from .offloading import Offloading
 from .planned_model import PlannedModel
 
-SIMILAR = 2.0  # of the bytes of a step whose plan saves none: up to so many more, steps of its code save none either
+SIMILAR = 2.0  # times the bytes of a step whose plan saves no memory: smaller steps of its code save none either
 
 
 class Mode(Enum):
-    """How a step runs, or a captured graph of it."""
+    """How a step, or one of its captured graphs, runs."""
 
     GIVEN_BACK = "eager, its plan given back"
     EAGER = "eager"
@@ -38,9 +38,9 @@ class Mode(Enum):
 
 
 def mode_of(facts: StepFacts | GraphFacts) -> Mode:
-    """Choose how a step runs that begins, or a captured graph of a step: by the first rule that applies."""
+    """Return the mode of a step that begins, or of a captured graph: by the first rule that applies."""
     if isinstance(facts, StepFacts):
-        if facts.gains_nothing:  # a further call may turn out another signature's
+        if facts.gains_nothing:  # a later call may show that the step has another signature
             return Mode.GIVEN_BACK if facts.is_similar else Mode.CAPTURED
         if facts.needs_plan:
             return Mode.CAPTURED
@@ -58,30 +58,30 @@ def mode_of(facts: StepFacts | GraphFacts) -> Mode:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What the rules ask of a step that begins, or of a further call of one that runs eager; found out when asked.
+    """What the rules ask of a step that begins, or of an eager step at its next call; each fact is found when asked.
 
-    A step of which nobody knows what it is likely to run is captured at once (`EagerSteps.step_begins`).
+    A step without a likely signature is captured without asking (`EagerSteps.step_begins`).
     """
 
-    calls: Sequence[ModuleCall]  # what each of its calls so far is given
-    likely: StepSignature  # the planned signature that it is likely of
-    begun: Eager | None  # how it runs so far, None where it begins
-    predictions: EagerPredictions  # of eager steps
-    offloading: Offloading  # offloads what autograd saves
-    sizes_vary: bool  # whether any step ran eager since its sizes were not known
-    room_bytes: Callable[[], int]  # returns what it may add to the resident bytes
-    free_bytes: Callable[[], int]  # returns what the device could still hand out
-    # Returns whether saving memory has taken more time than plans would have.
+    calls: Sequence[ModuleCall]  # types and shapes that each call so far is given
+    likely: StepSignature  # the planned signature that the step likely has
+    begun: Eager | None  # the eager mode in which it has begun; None if it begins now
+    predictions: EagerPredictions  # predicts the memory of eager steps
+    offloading: Offloading  # offloads saved tensors
+    sizes_vary: bool  # whether any step ran eager because its sizes had no plan
+    room_bytes: Callable[[], int]  # returns the bytes that it may add to the resident bytes
+    free_bytes: Callable[[], int]  # returns the bytes that the device could still allocate
+    # Returns whether offloading has taken more time than plans would.
     is_worth_capturing: Callable[[], bool]
 
     @cached_property
     def alike(self) -> list[StepSignature]:
-        """The planned signatures whose first calls were given what these are given."""
+        """The planned signatures whose first calls were given the same types and shapes."""
         return self.predictions.called_like(self.calls)
 
     @cached_property
     def prediction(self) -> Prediction | None:
-        """What it takes as the user wrote it; None where that may not fit."""
+        """The bytes that it takes when it runs eager; None if that may not fit."""
         saves_memory = None if self.begun is None else self.begun.prediction.saves_memory
         if self.alike or self.gains_nothing:
             saves_memory = False
@@ -90,9 +90,9 @@ class StepFacts:
 
     @cached_property
     def gains_nothing(self) -> bool:
-        """Whether the plan gains nothing, and nothing else is called like it.
+        """Whether the plan of the likely signature gains nothing, and no other planned signature is called so.
 
-        At sizes that no signature has been called with, that is only where nothing fits and the plan saves no memory.
+        At sizes without a plan, only a plan counts that saves no memory, under a budget that nothing fits.
         """
         if self.begun is not None:
             return isinstance(self.begun, GivenBack)
@@ -104,7 +104,7 @@ class StepFacts:
 
     @property
     def is_similar(self) -> bool:
-        """Whether it is of that signature; at other sizes, whether such a step showed it, or it takes not much more."""
+        """Whether it may run eager: called like the signature, shown to take no more, or at most `SIMILAR` as large."""
         if self.prediction is None or (self.alike and self.likely not in self.alike):
             return False
         is_much_more = self.prediction.captured_bytes > SIMILAR * self.likely.own_plan.unplanned.peak_bytes
@@ -112,18 +112,18 @@ class StepFacts:
 
     @property
     def needs_plan(self) -> bool:
-        """Whether a signature that is called so has a plan, which recomputes, or sizes did not vary yet."""
+        """Whether a planned signature is called so: its plan recomputes, or no step ran eager for its sizes yet."""
         are_plain = all(signature.own_plan.solution.is_plain for signature in self.alike)
         return bool(self.alike) and not (self.sizes_vary and are_plain)
 
     @property
     def fits(self) -> bool:
-        """Whether it fits as it is."""
+        """Whether it fits eager, with nothing offloaded."""
         return self.prediction is not None and not self.prediction.saves_memory
 
     @property
     def fits_offloaded(self) -> bool:
-        """Whether it fits with what autograd saves offloaded; a step that has begun so goes on."""
+        """Whether it fits with its saved tensors offloaded; a step that has begun so goes on."""
         if self.prediction is None:
             return False
         return self.begun is not None or self.offloading.has_room(self.prediction.offloaded_bytes)
@@ -133,9 +133,9 @@ class StepFacts:
 class GraphFacts:
     """What the rules ask of a captured graph that is about to run."""
 
-    may_need_more: bool  # whether its step is likely of a signature without a plan that runs more than the expected one
-    has_plan: bool  # whether its step has begun like a planned signature
-    fits_by_others: Callable[[], bool]  # returns whether something was decided for it at other sizes, and fits
+    may_need_more: bool  # whether its step likely has a signature without a plan that runs more than the expected one
+    has_plan: bool  # whether the graphs of its step so far are those of a planned signature
+    fits_by_others: Callable[[], bool]  # returns whether decisions for the same code at other sizes fit
 
 
 # ---------------------------------------------------------------- steps that run eager
@@ -143,19 +143,19 @@ class GraphFacts:
 
 @dataclass(frozen=True, slots=True)
 class Eager:
-    """A step runs as the user wrote it, since it fits the budget so."""
+    """A step runs eager, since it fits the budget so."""
 
     mode: ClassVar[Mode] = Mode.EAGER
-    prediction: Prediction  # what it takes then
+    prediction: Prediction  # the bytes that it takes
     likely: StepSignature  # the signature whose code it is expected to run
 
     @classmethod
     def of(cls, facts: StepFacts, prediction: Prediction) -> Eager:
-        """Return the record of a step that runs so, of which these are the facts."""
+        """Return the record of a step with these facts."""
         return cls(prediction, facts.likely)
 
     def around(self, arguments: Any) -> AbstractContextManager[None]:
-        """Surround a call of the step that is given some arguments."""
+        """Return the context in which a call of the step runs."""
         return nullcontext()
 
     def describe(self) -> str:
@@ -163,17 +163,17 @@ class Eager:
         return "Steps of other input sizes that fit the budget as they are run without a plan."
 
     def is_to_be_measured(self, predictions: EagerPredictions, room_bytes: int) -> bool:
-        """Whether to measure such a step, which may add so many bytes to the resident ones."""
+        """Whether to measure the step, which may add `room_bytes` to the resident bytes."""
         return predictions.is_to_be_measured(self.prediction, room_bytes)
 
     def ended(self, model: PlannedModel, record: StepRecord, budget_bytes: int | None) -> None:
-        """Learn what a measured step took; None for a budget where there is no plan."""
+        """Warn if the measured peak of the step is above the budget; `budget_bytes` is None if there is no plan."""
         if record.peak_bytes is not None and budget_bytes is not None and record.peak_bytes > budget_bytes:
             took, budget = format_bytes(record.peak_bytes), format_bytes(budget_bytes)
             self._exceeded(model, f" It took {took}; the budget is {budget}.")
 
     def _exceeded(self, model: PlannedModel, took: str) -> None:
-        """Warn, once for each text, of a step that took more than the budget."""
+        """Warn that the step took more than the budget."""
         missing = "a plan" if self.prediction.saves_memory else "recomputation"
         model.announcements.say(
             f"A step of a new input size ran without {missing}, since it was predicted to fit, and took more than the "
@@ -184,19 +184,19 @@ class Eager:
 
 @dataclass(frozen=True, slots=True)
 class Offloaded(Eager):
-    """A step fits where what autograd saves is offloaded until the backward reads it."""
+    """A step runs eager, and fits since its saved tensors are offloaded until the backward reads them."""
 
     mode: ClassVar[Mode] = Mode.OFFLOADED
-    offloading: Offloading = field(kw_only=True)  # offloads these values
+    offloading: Offloading = field(kw_only=True)  # offloads the saved tensors
 
     @classmethod
     def of(cls, facts: StepFacts, prediction: Prediction) -> Offloaded:
-        """Return the record of a step that runs so, of which these are the facts."""
+        """Return the record of a step with these facts."""
         return cls(prediction, facts.likely, offloading=facts.offloading)
 
     @contextmanager
     def around(self, arguments: Any) -> Iterator[None]:
-        """Offload what autograd saves in a call."""
+        """Offload the saved tensors of a call."""
         with self.offloading.saving(arguments):
             yield
 
@@ -211,14 +211,14 @@ class Offloaded(Eager):
 
 @dataclass(frozen=True, slots=True)
 class GivenBack(Eager):
-    """A step runs as the user wrote it, since the plan of its signature, the likely one, gains nothing."""
+    """A step runs eager, since the plan of its likely signature gains nothing."""
 
     mode: ClassVar[Mode] = Mode.GIVEN_BACK
-    is_at_its_sizes: bool = field(kw_only=True)  # whether its calls are given what those of the planned step were
+    is_at_its_sizes: bool = field(kw_only=True)  # whether its calls have the types and shapes of the planned step
 
     @classmethod
     def of(cls, facts: StepFacts, prediction: Prediction) -> GivenBack:
-        """Return the record of a step that runs so, of which these are the facts."""
+        """Return the record of a step with these facts."""
         return cls(prediction, facts.likely, is_at_its_sizes=bool(facts.alike))
 
     def describe(self) -> str:
@@ -226,13 +226,13 @@ class GivenBack(Eager):
         return "Steps whose plan recomputes nothing, or saves no memory, run without it where they can."
 
     def is_to_be_measured(self, predictions: EagerPredictions, room_bytes: int) -> bool:
-        """Whether to measure it: where its plan saves no memory, until a step has shown that it takes no more."""
+        """Whether to measure it: if its plan saves no memory, until a step has shown whether it takes more."""
         if self.likely.own_plan.saves_nothing:
             return self.likely.is_given_back is None
         return Eager.is_to_be_measured(self, predictions, room_bytes)
 
     def ended(self, model: PlannedModel, record: StepRecord, budget_bytes: int | None) -> None:
-        """Learn whether the plan stays: one that saves no memory does where the step took more than by the plan."""
+        """Decide whether a plan that saves no memory stays: it does if the step took more than with the plan."""
         plan, peak_bytes = self.likely.own_plan, record.peak_bytes
         if not plan.saves_nothing:
             Eager.ended(self, model, record, budget_bytes)
@@ -250,7 +250,7 @@ class GivenBack(Eager):
         model.tell(text)
 
     def _exceeded(self, model: PlannedModel, took: str) -> None:
-        """Let such steps run by their plan again, and warn."""
+        """Run such steps by their plan again, and warn."""
         self.likely.is_given_back = False
         text = "A step without its plan took more than the budget: such steps run by their plan again."
         model.announcements.say(text, took)

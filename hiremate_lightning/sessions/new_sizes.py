@@ -1,7 +1,7 @@
-"""Captured code at sizes that were never traced, made from traces of other sizes.
+"""Makes captured code for sizes that were never traced, from traces of other sizes.
 
-Code that is captured with symbols for its sizes can be made so. A new size then costs a fraction of a second. Its
-graph has a part of its own as any other: what is recorded and proved does not ask where a graph comes from.
+This needs code that Dynamo captured with symbols for its sizes. A new size then costs a fraction of a second, and gets
+a part of its own, which is recorded and proved like that of a trace.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ..running.execution import Part
 from ..signatures.recorded_step import RecordedStep
 from .planned_model import PlannedModel
 
-REPEATS_OF_SAMPLES = 2  # a line through the times of all samples evens them out
-FAILURES = 3  # sizes of one code that could not be made, and fewer that could: then each of its sizes is traced
+REPEATS_OF_SAMPLES = 2  # few runs of each operation are enough, since a line is fitted through the times of all samples
+FAILURES = 3  # trace each size of a code after so many failures, if fewer than twice as many sizes could be made
 
 
 @dataclass
 class _Code:
-    """What is known of one captured code."""
+    """Counts of the sizes that were made for one captured code."""
 
-    number: int | None = None  # its number; None before anything was to be made of it
-    made: int = 0  # for how many sizes it was made
-    failures: int = 0  # for how many it could not be made, or did not run as it was made
-    is_refused: bool = False  # whether each of its sizes is traced
+    number: int | None = None  # its number (`Graph.code`); None before a size was to be made
+    made: int = 0  # sizes for which it was made
+    failures: int = 0  # sizes for which it could not be made, or failed as it ran
+    is_refused: bool = False  # whether each of its sizes is traced from now on
 
 
 class NewSizes:
@@ -40,34 +40,35 @@ class NewSizes:
         self._codes: weakref.WeakKeyDictionary[object, _Code] = weakref.WeakKeyDictionary()
 
     def may_serve(self, recorded: RecordedStep | None) -> bool:
-        """Whether a step of new sizes that begins may run by made code: else it runs as the user wrote it.
+        """Whether a step of new sizes that begins may run by made code.
 
-        Where graphs of earlier steps wait, what they hold is planned for each size by itself. Where no step of the same
-        code is recorded, no code may be refused.
+        It may not while graphs of earlier steps wait for their backward: what these hold is planned for each size. If
+        `recorded`, a step of the same code, is None, no code at all may be refused.
         """
         refused = {code.number for code in self._codes.values() if code.is_refused}
         of_step = refused if recorded is None else {None, *(call.captured.graph.code for call in recorded.calls)}
         return not (self._cannot_be_made or self._parts.waiting() or refused & of_step)
 
     def may_make(self, code: object, is_first: bool = False) -> bool:
-        """Whether to trace code at a few sizes, so that parts for others can be made; also for the first that come.
+        """Whether to trace code at a few sizes and make parts for others; `is_first` if it has no samples yet.
 
-        A first plan is made of what was traced at its own sizes. So is one for the largest sizes that users have named.
+        A model without a plan traces its first sizes, so that the first plan is of a trace. So does a model whose user
+        named the largest sizes.
         """
         has_plan = bool(self._model.history.planned) and not self._model.largest.becomes
         return (has_plan or not is_first) and not self._cannot_be_made and not self._of(code).is_refused
 
     @property
     def _cannot_be_made(self) -> bool:
-        """Whether no code can be made for new sizes: that is switched off, kernels are fused, or plans may offload."""
+        """Whether no code can be made: a threshold switches it off, kernels are fused, or plans may offload."""
         is_off = not thresholds.current.makes_code
         return is_off or self._parts.fuses or self._model.options.offload != "off"
 
     def part_at(self, code: object, samples: Sequence[tuple[Sizes, Part]], sizes: Sizes) -> Part:
-        """Make a part that runs code at some sizes, from parts for others, each with all that varies there.
+        """Make a part that runs code at some sizes, from samples: parts for other sizes, each with its sizes.
 
         Raises:
-            SizesDifferError: If these do not tell.
+            SizesDifferError: If the samples do not determine the code at these sizes.
         """
         first, sizes_before = samples[0][1], tuple(varying for varying, _ in samples)
         self._of(code).number = first.captured.graph.code
@@ -84,9 +85,9 @@ class NewSizes:
         return part
 
     def failed(self, code: object, error: Exception) -> None:
-        """Learn that there was no part of code for a size, or that it did not run: no memory to prove it, say.
+        """Count that no part of code could be made for a size, or that it failed, as without memory to prove it.
 
-        Code that gave other numbers is refused at once: what is known of it is wrong, also where that does not show.
+        Code that gave other numbers than eager PyTorch is refused at once: its other sizes may be wrong unnoticed.
         """
         record = self._of(code)
         record.failures += 1

@@ -1,4 +1,4 @@
-"""What of a model is offloaded to the host's memory: values of plans, and what autograd saves in steps without one."""
+"""Offloading to host memory: values that plans choose, and saved tensors of eager steps of new sizes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from ..running.program_at_sizes import program_of
 from ..torch_private import hooks, sharding, tensor_state
 from ..units import format_bytes
 
-FREE_SHARE = 0.5  # of the host's free memory, for all processes of this machine; of the disk of the temporary files
-MOST_ROUNDING = 2  # of what is pinned: blocks are powers of two
+FREE_SHARE = 0.5  # share of the host's free memory, for all processes of this machine, and of the free disk for files
+MOST_ROUNDING = 2  # most by which pinned memory is larger than its values: blocks are powers of two
 NOTHING = "offload={asked} does nothing here: {why}. Plans keep all values on the device, or compute them again."
 ON_HOST = "the model is on {device}, whose memory is the host's"
 FUSED = "values of fused kernels (compile='inductor') are not offloaded"
@@ -38,11 +38,11 @@ WAITING = (
 
 
 class Offloading:
-    """What of a model may be offloaded to the host's memory: by plans where the option `offload` allows it.
+    """Offloads values of one model to host memory: values of plans, if the option `offload` allows it.
 
-    In steps of new sizes that run without a plan, what autograd saves is offloaded where they fit in no other way: to
-    temporary files, or from a GPU to the host's memory. Files are kept for the next such step, until such steps run by
-    plans. Once there was no room, no further step without a plan is offloaded.
+    Eager steps of new sizes that fit in no other way offload their saved tensors: on a CPU to temporary files, on a GPU
+    to host memory. Files are kept for the next such step, until such steps run by plans. After the first failure for
+    want of free memory or disk, no further eager step is offloaded.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Offloading:
     ) -> None:
         self._option, self._budget, self._fuses = options.offload, options.host_budget, options.compile is not None
         self._root, self._device, self._say = root, device, say
-        self.memory = HostMemory()  # the blocks of the host that values lie in
-        self.files = Files()  # kept for the next step without a plan
+        self.memory = HostMemory()  # blocks of host memory for offloaded values
+        self.files = Files()  # temporary files, kept for the next eager step
         self._takes_saved = not sharding.has_units(root)
 
     # ---------------------------------------------------------------- values of plans
 
     def _why_not(self, waits: bool) -> str:
-        """Return why no values of plans are offloaded though that was asked for; "" where they may be."""
+        """Return why plans can't offload values; "" if they can."""
         device = self._device()
         if device.type != "cuda":
             return ON_HOST.format(device=device.type)
@@ -69,7 +69,7 @@ class Offloading:
         return self._option != "off" and not self._why_not(waits=False)
 
     def _reserve(self) -> int:
-        """Decide, the first time, how many bytes of the host values may take, by what is free then; return that."""
+        """Return the most bytes of host memory for offloaded values; the first call decides, by what is free then."""
         if self.memory.most_bytes is not None:
             return self.memory.most_bytes
         share_bytes = int(FREE_SHARE * free_host_bytes() / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -86,10 +86,10 @@ class Offloading:
         return named_bytes
 
     def host(self, step: Step, calls: Sequence[Captured], waits: bool = False) -> Host:
-        """Return the memory that values of a step may be offloaded to.
+        """Return the host memory to which a step may offload values.
 
-        It has no bytes where all stays on the device, as where graphs wait for a later backward, before the step or
-        after it: why is announced where `offload` was asked for.
+        It has 0 bytes if nothing can be offloaded, for example while graphs wait for a later backward, before the step
+        or after it. If the option `offload` is on, a warning says why.
         """
         if self._option == "off":
             return Host(0)
@@ -100,7 +100,7 @@ class Offloading:
         return Host(self._reserve(), stay, has_round_blocks=True)
 
     def build(self, step: Step, calls: Sequence[Captured], solution: Solution) -> Iterator[Program]:
-        """Generate the programs of the calls of a step, whose values are offloaded in the blocks of this model."""
+        """Yield the program of each call of a step by a solution, with the offloads of the solution."""
         offloads = split_offloads(step, solution.recompute, solution.offloads)
         for captured, rows, own in zip(calls, step.split(solution.recompute), offloads, strict=True):
             schedule = with_offloads(captured.graph, lower(captured.graph, rows), own)
@@ -109,7 +109,7 @@ class Offloading:
     # ---------------------------------------------------------------- what autograd saves without a plan
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether a step without a plan may offload so many bytes."""
+        """Whether an eager step may offload so many bytes."""
         if not size_bytes or not self._takes_saved:
             return not size_bytes
         free_bytes = free_host_bytes()
@@ -121,14 +121,14 @@ class Offloading:
 
     @contextmanager
     def saving(self, arguments: Any) -> Iterator[None]:
-        """Offload what autograd saves in a call with some arguments, these and weights left out."""
+        """Offload the saved tensors of a call, but not its arguments, parameters and buffers."""
         own = (*tensors_inside(arguments), *self._root.parameters(), *self._root.buffers())
         stay = tensor_state.storages_among(own)
         with hooks.giving_way_to_transforms(), SavedOffload(stay, self.memory, self._are_full, self.files):
             yield
 
     def _are_full(self, error: OSError | MemoryError) -> None:
-        """Warn that what was to be offloaded stays in memory."""
+        """Warn that saved tensors stay in memory, and offload no further eager step."""
         self._takes_saved = False
         self.files.forget()
         self._say(

@@ -20,19 +20,19 @@ from ..running.execution import Conductor, Part, Saved
 class Parts:
     """Numbers the captured graphs of a session, in the order of their capture.
 
-    Of sizes that have not come for long, what was traced is dropped: parts are held weakly.
+    Parts are held weakly: traces of sizes that have not come for long are dropped.
 
     Args:
-        options: What was asked for.
+        options: The options of the session.
         reporter: Shows profiling, and adds up its seconds.
-        kernels: What compiles fused operations before they are profiled, None where nothing is fused.
+        kernels: Compiles fused operations before they are profiled; None if nothing is fused.
         say: Warns of each operator that can't be measured.
-        measures_link: Returns whether plans need to know how fast the device copies to the host and back.
+        measures_link: Returns whether plans need the speed of copies between device and host.
 
     Attributes:
         fuses: Whether operations are fused.
-        count: How many parts there were so far.
-        traced_count: How many captures there were: other parts were made from these, for other sizes.
+        count: Number of parts so far.
+        traced_count: Number of captures so far; other parts were made from these, for other sizes.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Parts:
         self._parts: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
 
     def captured_again(self) -> None:
-        """Count a capture of code that runs by a part that was made of the same code before."""
+        """Count a capture of code for which there is a part already."""
         self.traced_count += 1
 
     @property
@@ -63,15 +63,15 @@ class Parts:
         return [part for number in numbers if (part := self._parts.get(number)) is not None]
 
     def waiting(self) -> list[tuple[Part, Saved]]:
-        """List what forwards have saved whose backward has not run yet, with their parts."""
+        """List the saved tensors of forwards whose backward has not run yet, with their parts."""
         return [(part, saved) for part in self.all for saved in part.waiting()]
 
     def retained(self) -> list[Saved]:
-        """List what forwards have saved that stays for another backward, after one has run."""
+        """List the saved tensors that stay for another backward after one has run (`retain_graph=True`)."""
         return [saved for part in self.all for saved in part.retained()]
 
     def add(self, captured: Captured, conductor: Conductor, profile: Profile | None = None) -> Part:
-        """Make a part of a captured graph, whose costs are measured as it first runs, unless they are known."""
+        """Make a part of a captured graph; without a profile its costs are measured as it first runs."""
         part = Part(captured, conductor)
         part.number, part.profile = self.count, profile
         self._parts[self.count] = part
@@ -80,9 +80,9 @@ class Parts:
         return part
 
     def costs_of(self, part: Part, repeats: int = REPEATS) -> Profile:
-        """Return the costs of a part that is about to run; the first time each operation is measured.
+        """Return the costs of a part that is about to run.
 
-        What is fused is compiled before that.
+        The first time, fused operations are compiled and each operation is measured.
         """
         if part.profile is not None:
             return part.profile
@@ -96,7 +96,7 @@ class Parts:
                 self._costs,
                 repeats,
                 progress=lambda done, total: self._reporter.progress("operations", done, total),
-                # For other sizes of an operator only the numbers in the text would differ.
+                # One warning for each operator: at other sizes only numbers in the text differ.
                 announce=lambda op, why: self._say(why, topic=f"{op} is not measured"),
             )
             part.profile = profile

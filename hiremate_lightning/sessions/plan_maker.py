@@ -1,4 +1,4 @@
-"""Plans of step signatures, made within the budget as asked for; nothing runs by them yet, and nothing is said."""
+"""Makes the plans of step signatures within the budget. It installs no plan and warns of nothing."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ log = logging.getLogger("hiremate_lightning")
 
 @dataclass(frozen=True, slots=True)
 class Fits:
-    """A plan within the budget, or of the least memory where training goes on with that."""
+    """A plan within the budget, or of the least memory if training goes on with that."""
 
     plan: Plan  # the plan
-    programs: Mapping[int, Program]  # the program for each place among the forwards of its step
+    programs: Mapping[int, Program]  # the program of each forward with a backward, by its place in the step
 
 
 class PlanMaker:
     """Makes the plans of one model.
 
     Attributes:
-        waiting: What forwards run whose backward comes in a later step.
-        state_bytes: The most that optimizers were seen to keep.
+        waiting: The programs of forwards whose backward comes in a later step.
+        state_bytes: Most bytes of optimizer state seen so far.
     """
 
     def __init__(self, model: PlannedModel) -> None:
@@ -56,23 +56,23 @@ class PlanMaker:
         self._history, self._reporter = model.history, model.reporter
         self.waiting = WaitingGraphs(model.options, model.parts)
         self.state_bytes = 0
-        self._auto_bytes: int | None = None  # what was free at first
+        self._auto_bytes: int | None = None  # bytes that the budget "auto" stands for, found once
 
     def new_limits(self) -> Limits:
-        """Return the budgets of a step signature of which none was seen."""
+        """Return the limits of a step signature before any of its steps had a budget."""
         return Limits(self._model.options.budget.share is not None)
 
     def room(self, step: Step, resident: Resident, signature: StepSignature | None = None) -> Room:
-        """Return how many bytes a step has; a share is of the largest step that is known.
+        """Return the bytes that a step may take, within the largest budget of all step signatures.
 
-        A share is of what plain training adds, graphs that wait for their backward included. All step signatures have
-        the largest budget of any. That of this step is None where it is not known yet.
+        A budget that is a share is a share of the bytes that the largest step adds in eager training, with graphs that
+        wait for their backward. `signature` is that of the step, None if not known yet.
         """
         budget_bytes = max(self._own_budget_bytes(step, resident, signature), self._others_budget_bytes(signature))
         return Room(self._model.options.budget, budget_bytes, resident.size_bytes)
 
     def _others_budget_bytes(self, signature: StepSignature | None) -> int:
-        """Return the largest budget of the other planned step signatures, 0 where budgets are no shares."""
+        """Return the largest budget of the other planned step signatures; 0 if the budget is not a share."""
         if self._model.options.budget.share is None:
             return 0
         others = (other for other in self._history.planned if other is not signature)
@@ -90,7 +90,7 @@ class PlanMaker:
         return resolve(self._model.options.budget, resident.size_bytes - resident.waiting_bytes, added_bytes, 0)
 
     def _plain_bytes(self, signature: StepSignature) -> int:
-        """Count what a planned step signature adds in plain training, with the graphs that wait for their backward."""
+        """Return the bytes that a planned step adds in eager training, with graphs that wait for their backward."""
         step = signature.recorded
         if not step.waits:
             return signature.own_plan.unplanned.peak_bytes
@@ -99,16 +99,16 @@ class PlanMaker:
         )
 
     def limits(self, signature: StepSignature, step: RecordedStep) -> Limits:
-        """Return the budgets of a step signature with that of one such step."""
+        """Return the limits of a step signature, with the budget of one of its steps added."""
         plain = self.waiting.at(signature, step, Holds.EVERYTHING)
         own_bytes = self._own_budget_bytes(plain.merge(), plain.resident, signature)
         limits = replace(step.limits, of_others=self._others_budget_bytes(signature))
         return limits.meeting(step.resident, own_bytes)
 
     def choose_waiting(self, may_hold_more: bool) -> list[StepSignature]:
-        """Choose what graphs that wait hold; return the step signatures that are to be planned anew for that.
+        """Choose whether graphs that wait hold everything or the least; return the signatures to plan again for that.
 
-        Where budgets are others, they may hold more: everything where they held the least.
+        With `may_hold_more`, as after a change of the budget, they may go back from the least to everything.
         """
         recorded, waiting = self._history.recorded, self.waiting
         concerned = [signature for signature in recorded if waiting.concerns(signature, signature.recorded)]
@@ -116,7 +116,7 @@ class PlanMaker:
             return []
 
         def fits(signature: StepSignature) -> bool:
-            """Whether it fits where all that waits beside it holds everything, with the state that there is now."""
+            """Whether it fits beside waiting graphs that hold everything, with the optimizer state of now."""
             step = signature.recorded
             step = replace(step, resident=step.resident.with_state(self.state_bytes))
             room = step.room(self._model.options.budget, self.limits(signature, step).budget_bytes)
@@ -132,20 +132,19 @@ class PlanMaker:
         return concerned
 
     def announce(self) -> None:
-        """Announce to the other processes which model this one trains."""
+        """Tell the other processes which model this process trains."""
         announce(runtime.process_group_store(), self._model_description)
 
     @cached_property
     def _model_description(self) -> str:
-        """The name of the model before its first step: FSDP2 may keep whole parameters of another type after it."""
+        """A key of the model, made before its first step: after it FSDP2 may hold whole parameters of another type."""
         return self._model.memory.describe_model()
 
     def describe_larger(self, signature: StepSignature, record: StepRecord, resident: Resident) -> RecordedStep | None:
-        """Describe a planned signature by a later step.
+        """Describe a later step of a planned signature, if it takes more than the planned one.
 
         Returns:
-            The step as it has become; None where it has no more gradients than the planned one, and no more bytes
-            outside of its calls.
+            The later step; None if it has neither more gradients nor more bytes outside of its calls.
         """
         later, step = self.waiting.at(signature, self.describe(record, resident)), signature.recorded
         if later.places != step.places:
@@ -155,7 +154,7 @@ class PlanMaker:
         return later if has_more or any(now.missing < before.missing for now, before in pairs) else None
 
     def describe(self, record: StepRecord, resident: Resident) -> RecordedStep:
-        """Describe a step signature by the record of one, and by what exists before the next."""
+        """Return the recorded step of a measurement; `resident` is the memory that exists before such a step."""
         calls, order = describe(record)
         return RecordedStep(
             calls=tuple(
@@ -171,7 +170,7 @@ class PlanMaker:
         )
 
     def anew(self, step: RecordedStep) -> RecordedStep:
-        """Return a step of known code that was not planned."""
+        """Return a copy of a foreseen step that was not planned yet: without corrections and limits."""
         untried = replace(step, corrections=0, keeps_on_device=False, decided=())
         return replace(untried, solve=self._new_solve(), limits=self.new_limits())
 
@@ -180,11 +179,11 @@ class PlanMaker:
         return shared(remembering(worker.apart(name), name), runtime.process_group_store(), self._model_description)
 
     def make(self, signature: StepSignature) -> Fits | Short | None:
-        """Plan a recorded step signature, and build its programs; its limits are set also where nothing fits.
+        """Plan a recorded step signature and build its programs; its limits are set in any case.
 
         Returns:
-            The plan with its programs; what the step needs, where nothing fits the budget; None where the step is made
-            from traces of other sizes, and these do not tell its programs: the signature is to be dropped.
+            The plan with its programs; what the step needs, if nothing fits the budget; None if its code was made from
+            traces of other sizes that do not determine its programs: then the caller drops the signature.
         """
         recorded, options = signature.recorded, self._model.options
         step, limits = recorded.merge(), self.limits(signature, recorded)
@@ -213,7 +212,7 @@ class PlanMaker:
         return Fits(plan, dict(zip(recorded.places, programs, strict=True)))
 
     def short_of_all(self, shortage: Shortage) -> Short | None:
-        """Return what is enough for all steps seen, with all that may come; None where all fit the budget after all."""
+        """Return what all steps seen need, with the most optimizer state and batch; None if all fit the budget."""
         needs, rooms = list[Need](), dict[int, Room]()
         for signature in self._history.recorded:
             step = self.waiting.at(signature, signature.recorded, Holds.LEAST)
@@ -235,25 +234,25 @@ class PlanMaker:
         return replace(need, waiting_bytes=waiting_bytes, is_guarded=True, less_bytes=less_bytes)
 
     def decide(self, step: Step, room: Room, limit_s: float) -> Solution:
-        """Solve a step that gets no plan of its own, in few seconds; where nothing fits, find its least memory."""
+        """Solve a step that gets no plan of its own, within `limit_s`; find its least memory if nothing fits."""
         options = self._model.options
         options = replace(options, on_infeasible="warn", time_limit_s=min(limit_s, options.time_limit_s))
         plan = make_plan(step, room, options, self._model.name, progress=self.progress(step))
         return unless_short(plan).solution
 
     def progress(self, step: Step) -> Callable[[float, float], None] | None:
-        """Return what shows how solving a step goes on."""
+        """Return the callback that shows the progress of solving a step; None if nothing is shown."""
         return self._reporter.solving(step_time_ms(step.graph, step.profile))
 
     def with_proofs(self, plan: Plan) -> Plan:
-        """Return a plan with what is proved by now; the plan itself where that is what it says."""
+        """Return a plan with the present state of the proofs; the plan itself if it has that."""
         proved, rounded = self._model.proofs.words(), self._model.proofs.rounded()
         return (
             plan if (plan.proved, plan.rounded) == (proved, rounded) else plan.changed(proved=proved, rounded=rounded)
         )
 
     def host(self, recorded: RecordedStep) -> Host:
-        """Return the memory of the host that values may be offloaded to."""
+        """Return the host memory to which a recorded step may offload values."""
         if recorded.keeps_on_device:
             return Host(0)
         captured = [call.captured for call in recorded.calls]

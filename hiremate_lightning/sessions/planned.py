@@ -1,14 +1,14 @@
-"""What is planned for the step signatures that a session has seen: made, adapted, and corrected by what is measured.
+"""The plans of the step signatures that a session has seen: made, adapted, and corrected by measured peaks.
 
-A plan is made anew where
+A signature is planned again if
 
 - the user names another budget (`set_budget`), or the budget has clearly risen (`check_plan`);
-- more exists before the step than it was made for, or gradients stay that it counts as freed (`check_plan`);
-- graphs that wait come to hold more, or less (`check_plans`, `learn`);
+- more memory exists before the step than the plan counts, or gradients stay that it counts as freed (`check_plan`);
+- waiting graphs (whose backward comes in a later step) are to hold more, or less (`check_plans`, `learn`);
 - a step ran more backwards than the recorded one (`see_backwards`);
-- its peak is measured above the budget (`peak_measured`), a few times at most: as the step that it has become, or
-  with a margin;
-- what needed more than the budget has gone (`meet`).
+- its peak is measured above the budget (`peak_measured`): for the step as it is now, or with a margin; at most
+  `CORRECTIONS` times;
+- memory that needed more than the budget was freed (`meet`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .waiting import Holds
 log = logging.getLogger("hiremate_lightning")
 
 
-CORRECTIONS = 3  # of a plan whose peak is measured above the budget: where code outside varies, none may be enough
+CORRECTIONS = 3  # correct a plan so often after peaks above the budget; code outside may vary, so that none is enough
 
 
 class PlannedSignatures:
@@ -53,7 +53,7 @@ class PlannedSignatures:
         maker: Makes the plans.
         history: The step signatures, with their plans.
         listeners: Called with each plan when it is made, and again when it has been measured.
-        shortage: Steps that do not fit the budget, while it is found out which budget they fit.
+        shortage: The state of the search for a budget that is enough, while steps do not fit the present one.
     """
 
     def __init__(self, model: PlannedModel, maker: PlanMaker, graph_programs: GraphPrograms) -> None:
@@ -63,7 +63,7 @@ class PlannedSignatures:
         self._reports = PlanReports(model.reporter, model.announcements)
         self.listeners = self._reports.listeners
         self.shortage = Shortage()
-        self._dropped: Plan | None = None  # the latest one of those that were dropped
+        self._dropped: Plan | None = None  # the plan that was dropped last
 
     @property
     def latest(self) -> Plan | None:
@@ -71,11 +71,11 @@ class PlannedSignatures:
         return self._dropped if self.history.latest is None else self.history.latest.own_plan
 
     def set_budget(self, budget: Budget) -> None:
-        """Change the budget; steps already seen are planned anew, nothing is captured again.
+        """Change the budget and plan all recorded steps again; nothing is captured again.
 
         Raises:
-            InfeasibleBudgetError: If nothing fits it; it names what is enough for all steps seen. Then all is as it
-                was.
+            InfeasibleBudgetError: If nothing fits it; the error names a budget that is enough for all steps seen.
+                Budget and plans stay as they were.
         """
         before, waiting = self._model.options, self.maker.waiting
         holds, steps = waiting.holds, {signature: signature.recorded for signature in self.history.recorded}
@@ -99,20 +99,20 @@ class PlannedSignatures:
         self._install(made)
 
     def likely(self, step: CurrentStep) -> list[StepSignature]:
-        """List the planned signatures by whose plan a step may begin."""
+        """List the planned signatures that a step is likely to have, if graphs wait as before their steps."""
         return [signature for signature in self.history.all_likely(step.foreseen) if starts_so(signature, step.start)]
 
     def meet(self, finished: CurrentStep | None, resident: Resident, step: CurrentStep) -> None:
-        """Plan the step that has ended, if any, and check each likely plan against the memory before the next.
+        """Plan the step that has ended, and check each likely plan against the memory that exists now.
 
         Args:
-            finished: The step that has ended, None where it is not to be planned.
-            resident: What exists.
+            finished: The step that has ended; None if it is not to be planned.
+            resident: The memory that exists now.
             step: The step that begins.
 
         Raises:
-            InfeasibleBudgetError: If nothing fits the budget and all was seen that may need more; it names what is
-                enough for all steps seen.
+            InfeasibleBudgetError: If nothing fits the budget, and enough steps were seen to know what all of them need;
+                the error names a budget that is enough for them.
         """
         self._graph_programs.note_resident(resident)
         self.shortage.begin_step(resident, self._memory)
@@ -136,7 +136,7 @@ class PlannedSignatures:
                 self._note_calls(signature, finished.calls)
 
     def _end_shortage(self) -> None:
-        """Plan all step signatures anew, where what needed more than the budget has gone.
+        """Plan all step signatures again, or raise if one still does not fit.
 
         Raises:
             InfeasibleBudgetError: If nothing fits the budget.
@@ -154,7 +154,7 @@ class PlannedSignatures:
         raise error
 
     def _plan_somehow(self, signature: StepSignature) -> Short | None:
-        """Plan a step; where nothing leaves its margin, without: a peak above the budget is measured, and said."""
+        """Plan a step; if no plan leaves its margin free, plan without one: peaks above the budget are warned of."""
         short = self._plan(signature)
         if short is None or not signature.recorded.margin_bytes:
             return short
@@ -162,11 +162,11 @@ class PlannedSignatures:
         return self._plan(signature)
 
     def check_plans(self, signatures: Sequence[StepSignature], resident: Resident) -> None:
-        """Check the plans of step signatures against the memory that exists; where none fits, train on for a while."""
+        """Check the plans of signatures against the memory that exists; if one does not fit, train on for a while."""
         alike = [one for one in self.history.recorded if one.backwards_vary and not one.recorded.decided]
-        for signature in alike:  # its calls run as graphs that wait from now on
+        for signature in alike:  # from now on its calls run by the programs of waiting graphs
             signature.step = self.maker.waiting.at(signature, signature.recorded)
-        has_more_state = resident.state_bytes > self.maker.state_bytes  # which exists before all pieces of an iteration
+        has_more_state = resident.state_bytes > self.maker.state_bytes  # it exists before all pieces of an iteration
         self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
         short = self._plan(*alike) if alike or has_more_state else None
         self._hold(short or first_short(self.check_plan(signature, resident) for signature in signatures))
@@ -174,21 +174,21 @@ class PlannedSignatures:
             signature.checked_at = self._memory.growths, self._memory.retained_bytes()
 
     def was_checked(self, signature: StepSignature) -> bool:
-        """Whether the plan of a signature was checked with as much in use: state grows, other plans retain more."""
+        """Whether the plan of a signature was checked since memory last grew, with as many retained bytes."""
         growths, retained_bytes = signature.checked_at
         return growths == self._memory.growths and retained_bytes >= self._memory.retained_bytes()
 
     def _hold(self, short: Short | None) -> None:
-        """Let training go on where a step does not fit, until it is known what all of its steps need."""
+        """Let training go on though a step does not fit, until it is known what all steps need."""
         if short is not None:
             log.info("%s goes on, to find out what all of its steps need: %s", self._name, short)
             self.shortage.hold(short)
 
     def see_backwards(self, signature: StepSignature, record: StepRecord) -> None:
-        """See whether a step has other backwards than the one that was seen of its signature.
+        """Compare the backwards of a step with those of the recorded step of its signature.
 
-        One with more of them is planned anew, and so is one of which a step was recorded that takes more than all that
-        follow. Where a graph waits for a later step, both signatures of pieces are to come.
+        Drop the recorded step, to record another, if it has fewer backwards, or took more than all later steps will. If
+        a graph waits for a later step and the backwards differ, mark the signature: `backwards_vary`.
         """
         step, backwards = signature.step, tuple(sorted(set(record.backwards)))
         waits = any(run.is_waiting for run in record.unfinished)
@@ -200,7 +200,7 @@ class PlannedSignatures:
             self._drop(signature)
 
     def must_return(self, part: Part, positions: Collection[int]) -> None:
-        """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""
+        """Count two sets of gradients in plans from now on, since gradients of a part were not added in place."""
         for signature in self.history.recorded:
             returning = signature.recorded.returning(part, positions)
             if returning is not signature.step:
@@ -214,7 +214,7 @@ class PlannedSignatures:
     # ---------------------------------------------------------------- which signatures get a plan
 
     def admit(self, signature: StepSignature) -> bool:
-        """Decide whether a signature without a plan gets one; warn where there are `max_plans` already."""
+        """Decide whether a signature without a plan gets one; warn if there are `max_plans` already."""
         parts = self._model.parts.numbered(signature.graphs)
         if not signature.sights.is_worth_a_plan(any(part.captured.made_from is not None for part in parts)):
             return False
@@ -223,14 +223,15 @@ class PlannedSignatures:
         return self._model.has_place
 
     def learn(self, record: StepRecord, resident: Resident, before: Resident | None = None) -> Short | None:
-        """Plan a step signature that was not seen before; one that may be small by chance waits where nothing fits.
+        """Plan a step signature from the record of a step.
 
-        It is planned beside what exists now, as before the next step of a loop of one signature: gradients may exist by
-        now, and outputs. Where graphs wait, the next step is another piece of the iteration: what existed before this
-        one counts, where it is known, with the state that optimizers have now.
+        The plan counts the memory that exists now, `resident`, as before the next step of a loop: gradients and outputs
+        may exist by now. If graphs wait, the next step is another piece of the iteration: then the plan counts
+        `before`, the memory before this step with the optimizer state of now, if it is known. A first step that dropped
+        layers gets no plan yet if its share of the budget is too small.
 
         Returns:
-            What the step needs, where nothing fits the budget.
+            What the step needs, if nothing fits the budget.
         """
         signature, residents = self.history.get_or_make(record.graphs), [resident]
         if before is not None:
@@ -251,7 +252,7 @@ class PlannedSignatures:
             log.info("%s waits for larger steps: %s", self._name, short)
             signature.step = None
             return None
-        if is_share:  # the other step signatures have the same budget
+        if is_share:  # all step signatures have the same budget, which may have grown
             others = [other for other in self.history.planned if other not in (*ahead, signature)]
             short = short or first_short(self.check_plan(other, other.recorded.resident) for other in others)
         if short is None:
@@ -259,14 +260,14 @@ class PlannedSignatures:
         return short
 
     def _note_calls(self, signature: StepSignature, calls: Sequence[ModuleCall]) -> None:
-        """Learn what calls of a signature with a plan are given: steps of other sizes are predicted from it."""
+        """Store the calls of a planned signature, and its code: eager steps of other sizes are predicted from them."""
         signature.calls, signature.code = tuple(calls), self.history.same_code(signature.recorded)
         if signature.largest is not None:
             larger, becomes = signature.largest
             larger.calls, larger.code = calls_at(becomes, calls), self.history.same_code(larger.recorded)
 
     def _foresee_largest(self, signature: StepSignature, resident: Resident) -> list[StepSignature]:
-        """Describe the largest step that runs the code of a signature; list it where it has no plan yet."""
+        """Record the step of the largest sizes of a signature's code; return it in a list if it is new."""
         foreseen = self._model.largest.foresee(signature, resident)
         if foreseen is None:
             return []
@@ -281,12 +282,12 @@ class PlannedSignatures:
         return [larger]
 
     def _note_before(self, signature: StepSignature, resident: Resident) -> None:
-        """Note what existed before a step of a signature, in place of what did before one with the same gradients."""
+        """Store the memory before a step of a signature, by the state of its gradients."""
         resident = self.maker.waiting.resident_at(resident, Holds.LEAST)
         signature.before = {**signature.before, resident.gradients: resident}
 
     def warn_of_first_step(self, signature: StepSignature, peak_bytes: int) -> None:
-        """Warn where the first step of another signature, which no plan was made for yet, took more than its budget."""
+        """Warn if the first step of a further signature, which had no plan yet, took more than its budget."""
         plan = signature.plan
         if plan is None or len(self.history.planned) < 2:
             return  # it could not be planned, or is the only one
@@ -302,10 +303,10 @@ class PlannedSignatures:
     # ---------------------------------------------------------------- plans take over
 
     def _plan(self, *signatures: StepSignature, may_hold_more: bool = False) -> Short | None:
-        """Plan recorded steps, for the first time or anew, until nothing fits one of them; return what that needs.
+        """Plan recorded steps until nothing fits one of them; return what that step needs.
 
-        Where one does not fit beside graphs that wait and hold everything, these hold the least from now on, until they
-        may hold more again.
+        If a step does not fit beside waiting graphs that hold everything, these hold the least from now on, until a
+        call with `may_hold_more`.
         """
         for signature in dict.fromkeys((*self.maker.choose_waiting(may_hold_more), *signatures)):
             outcome = self.maker.make(signature)
@@ -315,7 +316,7 @@ class PlannedSignatures:
         return None
 
     def _install(self, made: Mapping[StepSignature, Fits | None]) -> None:
-        """Let the programs of plans take over; users and listeners hear of them. Drop signatures that get none."""
+        """Run signatures by their new plans, and report the plans; drop signatures that get none."""
         plans = {signature: fits for signature, fits in made.items() if fits is not None}
         for signature in made:
             if signature not in plans:
@@ -338,12 +339,12 @@ class PlannedSignatures:
             self._reports.notify(fits.plan)
 
     def _drop(self, signature: StepSignature) -> None:
-        """Drop what a signature runs and its plan; the latest plan is still shown."""
+        """Drop the recorded step and the plan of a signature; `latest` still returns the latest plan."""
         self._dropped = self.latest
         self.history.drop(signature)
 
     def update(self, signature: StepSignature, **measured: Any) -> None:
-        """Note on the plan of a step signature what was measured."""
+        """Store measured values in the plan of a step signature, and report them."""
         plan = signature.plan = self.maker.with_proofs(signature.own_plan).with_measured(**measured)
         if plan.measured.step_ms is not None:
             self._reports.measured(signature, plan)
@@ -352,10 +353,10 @@ class PlannedSignatures:
     # ---------------------------------------------------------------- plans are checked, and made anew
 
     def check_plan(self, signature: StepSignature, resident: Resident) -> Short | None:
-        """Check a plan against the memory that exists before this step; plan anew where it no longer fits.
+        """Check a plan against the memory that exists before this step; plan again if it no longer fits.
 
         Returns:
-            What the step needs, where nothing fits the budget.
+            What the step needs, if nothing fits the budget.
         """
         plan, step = signature.own_plan, signature.recorded
         resident_now = self.maker.waiting.resident_at(resident)
@@ -372,7 +373,7 @@ class PlannedSignatures:
         limits = self.maker.limits(signature, met)
         signature.step, signature.counts_on_freed_gradients = replace(met, limits=limits), False
         if has_more_state or (plan.measured.peak_bytes or 0) > limits.budget_bytes:
-            plan = plan.with_measured(peak_bytes=None, predicted_bytes=None)  # it was measured beside other bytes
+            plan = plan.with_measured(peak_bytes=None, predicted_bytes=None)  # measured beside other resident bytes
         merged, before = signature.recorded.merge(), signature.recorded.resident
         adapted = plan.changed(
             graph=merged.graph,
@@ -390,27 +391,27 @@ class PlannedSignatures:
         if limits.have_risen(resident_now, peak_bytes) and not plan.solution.is_plain:
             log.info("%s is planned anew: the budget is now %s", self._name, format_bytes(limits.budget_bytes))
             signature.step = replace(signature.recorded, limits=limits.with_plan(peak_bytes))  # tried once
-            self._plan(signature)  # where nothing fits, the plan stays
+            self._plan(signature)  # if nothing fits, the plan stays
         return None
 
     def peak_measured(
         self, signature: StepSignature, peak_bytes: int, resident: Resident, record: StepRecord | None = None
     ) -> None:
-        """Compare a measured peak with the budget; where it is over, plan with less, a few times at most.
+        """Store a measured peak of a plan; if it is above the budget, correct the plan, `CORRECTIONS` times at most.
 
-        Where another signature was foreseen, the plan was made beside something else than existed. The step is planned
-        anew for what its record has more than the step that was planned.
+        The plan is first checked against the memory that existed before the step: that check may have been missed if
+        another signature was foreseen. The record of the step shows what it has beyond the planned step.
         """
         if signature.is_searching:  # cuDNN tried its algorithms, with all the memory that these may take
             signature.is_searching = False
             return
         solution, step = signature.own_plan.solution, signature.step
         counts_on_freed_gradients = signature.counts_on_freed_gradients
-        if self.check_plan(signature, resident) is not None:  # to be raised where such a step begins: this one has run
+        if self.check_plan(signature, resident) is not None:  # raised as the next such step begins: this one has run
             signature.step, signature.counts_on_freed_gradients = step, counts_on_freed_gradients
             return
         if signature.plan is None or signature.plan.solution is not solution:
-            return  # planned anew, or dropped: the step ran by the plan before
+            return  # planned again, or dropped: the step ran by the plan before
         plan = signature.plan
         before_bytes, predicted_bytes = plan.measured.peak_bytes or 0, plan.measured.predicted_bytes or 0
         if peak_bytes > before_bytes or plan.planned_peak_bytes > predicted_bytes:
@@ -426,9 +427,9 @@ class PlannedSignatures:
             self._correct(signature, peak_bytes, larger)
 
     def _correct(self, signature: StepSignature, peak_bytes: int, larger: RecordedStep | None) -> None:
-        """Plan anew where a peak was measured above the budget, or say why that is not possible.
+        """Plan again after a peak above the budget, or warn that no plan is enough.
 
-        The step is planned as it has become, where it takes more than the planned one. Else a margin is left free.
+        First plan the step as it is now, if it takes more than the planned one; else leave a margin free.
         """
         plan, step = signature.own_plan, signature.recorded
         excess_bytes = peak_bytes - plan.budget_bytes
@@ -438,27 +439,27 @@ class PlannedSignatures:
                 f"{text}, after planning with a margin: something outside of the planned modules takes the memory."
             )
             return
-        margin_bytes = peak_bytes - plan.planned_peak_bytes  # more than the last one, which was left free
+        margin_bytes = peak_bytes - plan.planned_peak_bytes  # larger than the margin of the present plan
         corrected = replace(step, corrections=step.corrections + 1)
         tries = [replace(corrected, margin_bytes=margin_bytes)]
         if larger is not None:
             own = replace(larger, corrections=corrected.corrections, keeps_on_device=step.keeps_on_device)
             tries.insert(0, own)
-        if plan.solution.offloads:  # the allocator rounds less up where nothing is offloaded
+        if plan.solution.offloads:  # the allocator rounds up less without offloads
             tries.append(replace(corrected, margin_bytes=0, keeps_on_device=True))
         for one in tries:
             signature.step = self.maker.waiting.at(signature, one)
             if self._plan(signature) is None:
                 log.info("%s: planned again, with less", text)
                 return
-        signature.step = self.maker.waiting.at(signature, corrected)  # graphs that wait may hold less since the tries
+        signature.step = self.maker.waiting.at(signature, corrected)  # waiting graphs may hold less since the tries
         self._announcements.say_over(f"{text}, and no plan leaves that margin: the plan stays.")
 
     def piece_measured(self, peak_bytes: int) -> None:
-        """Compare the peak of a step with the budget that runs backwards of earlier forwards only: it has no plan."""
+        """Warn if a step that ran only backwards of earlier forwards, without a plan, took more than the budget."""
         plans = [signature.own_plan for signature in self.history.planned]
-        budget_bytes = max((plan.budget_bytes for plan in plans), default=peak_bytes)  # a share's differ
-        said_bytes = max((plan.planned_peak_bytes for plan in plans), default=0)  # where nothing fits
+        budget_bytes = max((plan.budget_bytes for plan in plans), default=peak_bytes)  # shares differ by signature
+        said_bytes = max((plan.planned_peak_bytes for plan in plans), default=0)  # above the budget if nothing fits
         if peak_bytes > max(budget_bytes, said_bytes):
             took = f"{format_bytes(peak_bytes)}, {format_bytes(peak_bytes - budget_bytes)} above the budget"
             self._announcements.say(
@@ -469,7 +470,7 @@ class PlannedSignatures:
             )
 
     def confused(self, expected: StepSignature, signature: StepSignature, is_by_plans: bool) -> None:
-        """Learn that a step began as one signature and turned out another, be it by plans that fitted."""
+        """Note that a step began as one signature and turned out to be another; warn unless its plans fitted it."""
         self.history.confuse(expected)
         plans = (expected.plan, signature.plan)
         plan = max((p for p in plans if p is not None), key=lambda plan: plan.unplanned_peak_bytes)

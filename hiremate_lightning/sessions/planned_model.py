@@ -1,4 +1,4 @@
-"""The model that a session plans, and what all that plans it asks for."""
+"""What the objects of one session share: the planned model and its options, memory, graphs, history and warnings."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ log = logging.getLogger("hiremate_lightning")
 
 
 class PlannedModel:
-    """What the objects of one session share: options, memory, graphs, history, warnings. It decides nothing."""
+    """The planned model of one session, with what the objects of the session share. It decides nothing."""
 
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
         self.root, self.name = root, type(root).__name__
-        self.options = options  # what was asked for; the budget may change
+        self.options = options  # replaced if the budget changes
         self.announcements = Announcements(self.name)
         self.say = self.announcements.say  # warns, once for each text
         self.reporter = Reporter(options.verbose)  # shows the stages of planning, and counts their time
-        self.tracing = ExitStack()  # measures a capture until it ends
-        self.kernels = FusedKernels(self.say) if options.compile else None  # where fused operations are kept
+        self.tracing = ExitStack()  # holds the stage "tracing" open until a capture has ended
+        self.kernels = FusedKernels(self.say) if options.compile else None  # compiled kernels of fused operations
         self.offloading = Offloading(root, options, lambda: self.memory.device, self.say)
         self.parts = Parts(options, self.reporter, self.kernels, self.say, lambda: self.offloading.is_on)
-        self.memory = ResidentMemory(root, self.parts.waiting, self.parts.retained)  # what exists before its steps
+        self.memory = ResidentMemory(root, self.parts.waiting, self.parts.retained)  # memory that exists before steps
         self.history, self.watching, self.proofs = History(), WatchPolicy(), Proofs()
         self.largest = LargestSizes(options.sizes, self.parts, self.say)
         self.first_wait = FirstWait(options.cache_dir, self.memory.describe_model)
 
     def tell(self, text: str) -> None:
-        """Log how steps run from now on, and show it."""
+        """Log and show a line about how steps run from now on."""
         log.info(text)
         self.reporter.note(text)
 
     @property
     def has_place(self) -> bool:
-        """Whether there are fewer plans than allowed."""
+        """Whether there are fewer plans than `max_plans`."""
         return self.history.plan_count < self.options.max_plans
 
     def announce_full(self) -> None:
-        """Warn that there are as many plans as allowed."""
+        """Warn that there are `max_plans` plans already."""
         self.announcements.say(
             f"There are {self.history.plan_count} plans already (max_plans): steps of other input shapes run by one of "
             "these where it fits, or else at the least memory, which is slower. Each new shape may take seconds as it "

@@ -1,9 +1,9 @@
-"""The session of one planned model: what its calls, its captured graphs and its users ask and tell.
+"""The session of one planned model: the interface for its calls, its captured graphs and its users.
 
-The first training step runs at the least memory, or as was planned for another input shape, while torch.compile
-captures every graph of the step and the code outside of them is measured. At the start of the next step all of it is
-planned as one problem, and the plan takes over without capturing anything again. The step after that is measured: its
-peak against the prediction, and in one more step its time.
+In the first training step torch.compile captures all graphs of the step, and memory of the code outside of them is
+measured; the step runs at the least memory, or as was planned for another input shape. When the next step begins, the
+whole step is planned as one problem, and runs by the plan without another capture. The peak of a step by the plan is
+compared with the prediction, and the time of one more step.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class Session:
 
     Attributes:
         root: The module whose parameters and buffers are resident.
-        updates: Number of updates of the weights so far; optimizers that step after the same forwards make one.
-        kernels: Where fused operations are kept, None where nothing is fused.
+        updates: Number of updates of the weights so far; optimizers that step after the same forwards count once.
+        kernels: The compiled kernels of fused operations; None if nothing is fused.
         reporter: Shows the stages of planning, and counts their time.
         parts: The captured graphs.
         largest: Foresees steps of the largest sizes.
-        proofs: What is proved of captured code.
+        proofs: The state of the proofs of captured code.
         prover: Proves captured code as it first runs.
         planned: The plans, by step signature.
         listeners: Called with each plan when it is made, and again when it has been measured.
-        eager_steps: The steps that run as the user wrote them.
+        eager_steps: Chooses which steps run eager.
         steps: The step under way, and the one before it.
     """
 
@@ -74,7 +74,7 @@ class Session:
         self.kernels, self.reporter, self.parts, self._memory = model.kernels, model.reporter, model.parts, model.memory
         self.largest, self.proofs = model.largest, model.proofs
         self.updates = 0
-        self._runs_of_update = 0  # forwards before the latest update
+        self._runs_of_update = 0  # number of forwards before the latest update
         self._varying = VaryingSizes(lambda: (tuple(weight.shape) for weight in root.parameters()))
         maker = PlanMaker(model)
         graph_programs = GraphPrograms(model, maker)
@@ -85,7 +85,7 @@ class Session:
         self.steps = Steps(model, self.planned, self.eager_steps, graph_programs)
         self._without_gradients = CallsWithoutGradients(model)
         self._checkpointing = ReplacedCheckpointing(root)
-        self._compiled = ExitStack()  # puts what torch.compile returned back into its place
+        self._compiled = ExitStack()  # on closing, runs by torch.compile again what ran so before
         self.listeners.append(self._say_replaced)
         self.prover = Prover(model, self.steps.program_of, self.steps.free_bytes)
 
@@ -93,24 +93,24 @@ class Session:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the latest step signature, with what is proved by now; None before there is one."""
+        """The plan of the latest step signature, with the present state of the proofs; None before there is one."""
         latest = self.planned.latest
         return None if latest is None else self.planned.maker.with_proofs(latest)
 
     @property
     def plans(self) -> Mapping[GraphNumbers, Plan]:
-        """The plans so far, with what is proved by now, by the captured graphs of their steps."""
+        """The plans so far, with the present state of the proofs, by the captured graphs of their steps."""
         with_proofs, planned = self.planned.maker.with_proofs, self.planned.history.planned
         return {signature.graphs: with_proofs(signature.own_plan) for signature in planned}
 
     @property
     def options(self) -> SessionOptions:
-        """What was asked for."""
+        """The options, with the present budget."""
         return self._model.options
 
     @property
     def runs(self) -> int:
-        """Number of forwards of captured graphs so far, those included that ran as the user wrote them."""
+        """Number of forwards so far, captured or eager."""
         return self.steps.runs + self.proofs.runs_eager
 
     @property
@@ -120,22 +120,22 @@ class Session:
 
     @property
     def holds_graphs(self) -> bool:
-        """Whether graphs wait for their backward, or are retained for another one."""
+        """Whether graphs wait for their backward, or are retained for another."""
         return bool(self.parts.waiting() or self.parts.retained())
 
     @property
     def is_eager(self) -> bool:
-        """Whether the step under way runs as the user wrote it, since that fits the budget at its sizes."""
+        """Whether the step under way runs eager."""
         return self.steps.eager is not None
 
     @property
     def is_given_back(self) -> bool:
-        """Whether the step under way runs eager though its signature has a plan: that gains nothing."""
+        """Whether the step under way runs eager because its plan gains nothing."""
         return isinstance(self.steps.eager, GivenBack)
 
     @property
     def parameters_of_step(self) -> frozenset[int] | None:
-        """Identities of the parameters that captured graphs have got in the step under way; None where not recorded."""
+        """The `id` of each parameter given to captured graphs in the step under way; None if it is not measured."""
         return None if self.steps.record is None else frozenset(self.steps.record.parameters)
 
     def expect_wait(self, modules: int, operations: int = 0) -> None:
@@ -148,22 +148,22 @@ class Session:
         self._memory.watch(optimizer)
 
     def take_over(self, before: Session) -> None:
-        """Plan from now on what another session has planned so far: its listeners hear of the plans of this one."""
+        """Take over optimizers, listeners, reports and replaced compiled code of a session that plans no more."""
         for optimizer in before._memory.optimizers:
             self.watch_optimizer(optimizer)
-        self.listeners.extend(before.listeners[1:])  # the first one is its own
+        self.listeners.extend(before.listeners[1:])  # the first listener is `_say_replaced` of that session
         self._compiled.enter_context(before._compiled.pop_all())
         shown, shows = before.reporter, self.reporter
         shows.folder, shows.more, shows.verbose = shown.folder, shown.more, shown.verbose
 
     def expect_batch(self, batch: Any) -> None:
-        """Count a batch in the next step, with what of it the planned modules do not receive."""
+        """Count all tensors of a batch in the next step: the planned modules may receive only some of them."""
         self._memory.batch = tensors_among(batch)
 
     def replace_compiling(self, aside: Sequence[Callable[[], None]] = ()) -> None:
-        """Run the model as it was written where a script handed it to torch.compile, and report that.
+        """Run a model that a script gave to torch.compile without it, and report that.
 
-        What was taken away inside of the model already is given back by functions.
+        `aside` are functions that restore compiled code inside of the model, which was replaced already.
         """
         given_back = [*aside, *map(compiled_by_torch.run_eager, compiled_by_torch.compiled_around(self.root))]
         for give_back in given_back:
@@ -175,19 +175,19 @@ class Session:
             )
 
     def set_budget(self, budget: Budget) -> None:
-        """Change the budget; steps already seen are planned anew, nothing is captured again.
+        """Change the budget and plan all recorded steps again; nothing is captured again.
 
         Raises:
-            InfeasibleBudgetError: If nothing fits it; then all is as it was.
+            InfeasibleBudgetError: If nothing fits it; budget and plans stay as they were.
         """
         self.planned.set_budget(budget)
         if self.steps.current is not None:
             self.steps.current.plans_changed()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Learn of an optimizer; what follows its step is no longer part of the training step.
+        """Count an update of the weights, and end the measurement of the training step.
 
-        Where graphs wait, more of the iteration follows: to see what it makes, the measurement goes on.
+        If graphs wait for their backward, the measurement goes on, since more of the iteration follows.
         """
         is_own = self._memory.stepped(optimizer)
         if is_own:
@@ -205,7 +205,7 @@ class Session:
         self.steps.fail()
 
     def close(self) -> None:
-        """Drop the step under way; what was replaced comes back."""
+        """Drop the step under way; restore checkpointing and compiled code that were replaced."""
         self._checkpointing.put_back()
         self._compiled.close()
         self._without_gradients.drop()
@@ -227,7 +227,7 @@ class Session:
         )
 
     def take_in(self, captured: Captured) -> Part:
-        """Make a part of a captured graph."""
+        """Make the part of a captured graph; warn if it updates buffers under `torch.utils.checkpoint`."""
         if updates_under_checkpoint(captured.joint):
             self.say(
                 f"{self._name} calls torch.utils.checkpoint around code that updates buffers, as batch norms do. Plain "
@@ -240,9 +240,9 @@ class Session:
 
     @contextmanager
     def calling(self, name: str) -> Iterator[None]:
-        """Surround an outermost call of a planned module, which has begun.
+        """Return the context of an outermost call of a planned module, after `begin_call`.
 
-        The first call is traced, and errors of torch.compile become ours.
+        It times the capture of the first call, and turns errors of torch.compile into a `CaptureError`.
         """
         is_inside = backward_pass.is_running()
         if is_inside:
@@ -268,7 +268,7 @@ class Session:
                 yield
             step = self.steps.current
             if self.proofs.runs_eager and not is_inside and (step is None or not step.forwards):
-                self.abandon_step()  # none of its backwards would end it
+                self.abandon_step()  # all of its code was refused: no captured backward would end it
         except dynamo.CompileError as error:
             if not is_inside:
                 self.abandon_step()
@@ -285,7 +285,7 @@ class Session:
             self._model.tracing.close()
 
     def _say_replaced(self, plan: Plan) -> None:
-        """Report, once, activation checkpointing in whose place plans are."""
+        """Report, once, the activation checkpointing that plans replace."""
         text = self._checkpointing.describe(plan)
         if text is not None:
             self.reporter.note(text)
@@ -293,7 +293,7 @@ class Session:
     # ---------------------------------------------------------------- steps
 
     def begin_call(self, name: str, arguments: Arguments, function: Callable[..., Any]) -> bool:
-        """Begin a call of a planned module, as `begin_step`; return whether it is to run as the user wrote it."""
+        """Begin a call of a planned module, and a step if none is under way; return whether the call runs eager."""
         if not backward_pass.is_running():
             self._checkpointing.replace()
             tensors = tensors_inside(arguments)
@@ -304,11 +304,11 @@ class Session:
         return self.is_eager
 
     def leaves_out(self, name: str, arguments: Arguments, is_part: bool = False) -> bool:
-        """Decide whether a call runs eager, unseen, and warn of it.
+        """Return whether a call runs eager and unobserved, with a warning.
 
-        So does a call inside of a mode that sees each operator: nothing could be captured. So does one inside of a
-        backward that repeats none of its step, as a GradCache loss makes it; parts of a planned module are computed
-        again there.
+        It does inside of a dispatch or function mode that sees each operator, where nothing can be captured. It also
+        does inside of a backward, as in a GradCache loss, unless it repeats a call of the step or is a part (`is_part`)
+        of a planned module: there checkpointing recomputes it.
         """
         if backward_pass.is_running():
             step = self.steps.current
@@ -329,33 +329,30 @@ class Session:
         return True
 
     def begin_step(self, arguments: Any) -> None:
-        """Begin a step where a backward has ended the one before, or none is under way.
-
-        Inside of a backward, where a call is made again, the step goes on.
-        """
+        """Begin a step if none is under way or a backward has ended the last one; do nothing inside of a backward."""
         if not backward_pass.is_running():
             self._called(arguments)
 
     def _called(self, arguments: Any, call: ModuleCall | None = None) -> None:
-        """Learn of a call with gradients, or of what is around it."""
+        """Begin a call with gradients, or code around such calls: end a run of calls without gradients."""
         self._without_gradients.end()
         self.steps.called(arguments, call)
         self._without_gradients.compare(self.planned.latest)
 
     def begin_without_gradients(self, name: str, arguments: Arguments) -> None:
-        """Learn that a module is called without gradients, in training mode: between steps that is watched."""
+        """Begin a call without gradients in training mode; between steps its memory is measured."""
         step = self.steps.current
         is_between = not backward_pass.is_running() and (step is None or step.is_over)
         if is_between and self.planned.latest is not None:
             self._without_gradients.begins(name, tensors_inside(arguments))
 
     def end_step(self) -> None:
-        """End the step under way, which has ended just now; what was learned is used when the next one begins."""
+        """End the step under way now; what was learned is used when the next one begins."""
         self.steps.end_at_once()
 
     def run_eager(self, arguments: Arguments, call: Callable[[], Any]) -> Any:
-        """Run a call as the user wrote it, and see when its backward begins; where it fails, the step is dropped."""
-        eager = self.steps.eager  # None where it is seen by nobody
+        """Run a call eager, and note when its backward begins; if the call fails, drop the step."""
+        eager = self.steps.eager  # None for an unobserved call
         try:
             with nullcontext() if eager is None else eager.around(arguments):
                 result = call()
@@ -375,12 +372,12 @@ class Session:
         for node in nodes:
             node.register_prehook(begins)
         if not nodes and self.steps.current is not None:
-            self.steps.current.is_unseen = True  # nothing shows where the step ends
+            self.steps.current.is_unseen = True  # without a backward nothing shows where the step ends
         return result
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls a method without keeping its object alive, as torch.compile's caches would."""
+    """Return a function that calls a method without keeping its object alive: torch.compile's caches hold it."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What is watched of a step: what is expected of it, the measurement that begins with it, and what grows beside it."""
+"""Begins the measurement of a step, and looks in all other steps for growth of what runs outside of the plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .planned_model import PlannedModel
 
 
 class StepWatch:
-    """Begins to watch steps as the policy decides."""
+    """Measures and times the steps that `WatchPolicy` chooses."""
 
     def __init__(self, model: PlannedModel, eager_steps: EagerSteps) -> None:
         self._memory, self._history, self._say = model.memory, model.history, model.say
@@ -26,7 +26,7 @@ class StepWatch:
         self._between, self._device_peak = Between(), DevicePeak()
 
     def begin(self, step: CurrentStep, arguments: list[torch.Tensor]) -> None:
-        """Choose by whose plan a step begins, and begin to watch it."""
+        """Choose the signature by whose plan a step begins, and begin to measure or time the step if that is due."""
         device = self._memory.device
         if step.eager is not None:
             step.look = Look(is_measured=self._eager_steps.is_to_be_measured(step.eager))
@@ -53,26 +53,26 @@ class StepWatch:
     # ---------------------------------------------------------------- what steps take outside of their plan
 
     def forward_starts(self) -> None:
-        """Learn that a forward starts: what was seen since the one before is not all of its step."""
+        """Discard what was allocated since the forward before: the step goes on with another forward."""
         self._between.take()
 
     def forward_done(self, step: CurrentStep) -> None:
-        """Learn that a forward has ended: where it is the last of a planned step, look at what follows."""
+        """On a CPU, begin to count what is allocated after the last forward of a planned step."""
         is_last = step.expected is not None and step.graphs == step.expected.graphs and not step.is_watched
         if is_last and self._memory.device.type == "cpu":
             self._between.begin()
 
     def backward_starts(self) -> None:
-        """Learn that a captured backward starts."""
+        """Note that a captured backward starts."""
         self._device_peak.backward_starts()
 
     def failed(self) -> None:
-        """Learn that a step has failed."""
+        """Discard what was seen of a step that has failed."""
         self._between.take()
         self._device_peak.take()
 
     def ended(self, step: CurrentStep, signature: StepSignature) -> None:
-        """Learn of a captured step that has ended: whether it took more outside of its plan than measured ones."""
+        """Note of a captured step that has ended whether it took more outside of its plan than measured steps."""
         allocated_bytes, peak_bytes, own = self._between.take(), self._device_peak.take(), signature.watched
         if step.record is not None:
             if step.record.is_measured and step.record.is_whole:

@@ -1,10 +1,9 @@
-"""The life of a step: read `Steps.called`, `Steps._begin`, `Steps.start` and `Steps.end`, the rest is their detail.
+"""The life of a step: read `Steps.called`, `Steps._begin`, `Steps.start` and `Steps.end`; the rest is their detail.
 
-A call after a backward ends a step and begins the next one. What was learned from the step that has ended is used then:
-its signature is planned, likely plans are checked against the memory that exists now, the way of the new step is
-chosen, and what is watched in it. As each captured graph of the step runs, its program is chosen (`graph_programs`), by
-those that have run so far in the step, so several step signatures (a GAN's two, another input shape) have their own
-plans side by side.
+A call after a backward ends a step and begins the next one. Only then the ended step is planned, likely plans are
+checked against the memory that exists now, and the mode and the measurement of the new step are chosen. The program of
+each captured graph is chosen as it runs (`graph_programs`), by the graphs that have run in the step so far. So several
+step signatures (the two of a GAN, another input shape) have their own plans side by side.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 from .step_watch import StepWatch
 
-COUNTED_AGAIN = 64  # steps, after which resident bytes are counted once more
+COUNTED_AGAIN = 64  # count resident bytes again after so many steps
 
 
 class Steps(Conductor):
@@ -48,7 +47,7 @@ class Steps(Conductor):
 
     Attributes:
         current: The step under way, None between two steps.
-        ended: The step that ended last, until the next one begins; None where none has, or it failed.
+        ended: The step that ended last, until the next one begins; None if it failed.
         count: The number of steps that have begun.
         runs: The number of forwards that have begun.
         watch: Watches steps.
@@ -63,29 +62,29 @@ class Steps(Conductor):
         self._model, self._planned, self._eager_steps = model, planned, eager_steps
         self._graph_programs, self._watching, self._announcements = graph_programs, model.watching, model.announcements
         self._memory, self._parts, self._history = model.memory, model.parts, model.history
-        self._is_passed_by = False  # by steps that ran since the latest one
+        self._is_passed_by = False  # whether code trained without its plan since the latest step
         self.watch = StepWatch(model, eager_steps)
 
     @property
     def eager(self) -> Eager | None:
-        """How the step under way runs as the user wrote it; None where it runs captured, or there is none."""
+        """The eager mode of the step under way; None if it runs captured, or there is no step."""
         return None if self.current is None else self.current.eager
 
     @property
     def record(self) -> StepRecord | None:
-        """What is measured in the step under way; None for nothing."""
+        """The measurement of the step under way; None if it is not measured."""
         return None if self.current is None else self.current.record
 
     def resident(self) -> Resident:
-        """Return what existed when the step began; where that was not counted, what exists now."""
+        """Return the memory that existed when the step began; if that was not counted, the memory that exists now."""
         return (self.current or CurrentStep()).resident_in(self._memory)
 
     def was_passed_by(self) -> None:
-        """Learn that a step ran without its plan: its gradients were made unseen, so are not seen freed in the next."""
+        """Note that a step ran without its plan: the next step can't see that gradients of this one are freed."""
         self._is_passed_by = True
 
     def ran_unseen(self) -> None:
-        """Learn that a call ran of which nothing is to be learned: a step before it ends, one under way is unseen."""
+        """Note that a call ran unobserved: end the step if it is over; else nothing is learned from it."""
         self.was_passed_by()
         if self.current is not None and self.current.is_over and not backward_pass.is_running():
             self.end()
@@ -93,14 +92,17 @@ class Steps(Conductor):
             self.current.is_unseen = True
 
     def take_record(self) -> StepRecord | None:
-        """Take the record of the step that has ended, to be planned by the caller; None where it gets no plan."""
+        """Return the record of the step that has ended, for the caller to plan it; None if it gets no plan."""
         ended, self.ended = self.ended, None
         return ended.record if ended is not None and ended.is_to_be_planned else None
 
     # ---------------------------------------------------------------- the life of a step
 
     def called(self, arguments: Any, call: ModuleCall | None = None) -> None:
-        """Learn of a call of a planned module, or of what is around it and runs no captured code itself."""
+        """End the step if it is over, and begin the next one or go on, since a planned module is called.
+
+        Without a `call`, code is called around planned modules that is not captured itself.
+        """
         if self.current is not None and (self.current.is_over or self._was_trial(self.current, call)):
             self.end()
         if self.current is None:
@@ -113,7 +115,7 @@ class Steps(Conductor):
             self._eager_steps.called(self.current, call)
 
     def _begin(self, arguments: list[torch.Tensor], calls: list[ModuleCall]) -> None:
-        """Begin a step. What was learned from the one before is used here, and nowhere else."""
+        """Begin a step; plan the one before it, if that is due."""
         before, self.ended = self.ended, None
         if self._is_passed_by:
             self._memory.step_ended(None)
@@ -138,15 +140,15 @@ class Steps(Conductor):
     # ---------------------------------------------------------------- the beginning, in detail
 
     def _was_trial(self, step: CurrentStep, call: ModuleCall | None) -> bool:
-        """Whether a first step was one call to see what the same module returns, as pipelines make one."""
+        """Whether the first step was a trial call of the same module without a backward, as pipelines make one."""
         if self.count > 1 or len(step.forwards) != 1 or call is None or step.record is None:
             return False
         return [before.name for before in step.calls] == [call.name] and step.record.left_nothing
 
     def called_inside_backward(self) -> None:
-        """Learn of a call inside of a backward: what it runs is not seen as a part of the step."""
+        """Mark the step under way as unobserved, since a planned module is called inside of a backward."""
         self.current = self.current or CurrentStep()
-        self.current.is_unseen = True  # it can't be ended here: autograd would restore the profiler
+        self.current.is_unseen = True  # the step can't be ended here: autograd would restore the profiler
 
     def _counts_resident(self, step: CurrentStep) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
@@ -158,22 +160,22 @@ class Steps(Conductor):
     # ---------------------------------------------------------------- its captured graphs
 
     def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Run | None]:
-        """Choose the program of a forward."""
+        """Return the program of a forward that begins, and its measurement if the step is measured."""
         self.runs += 1
         self._model.tracing.close()
-        step = self.current or CurrentStep()  # what runs between two steps is none of either
+        step = self.current or CurrentStep()  # a forward between two steps belongs to neither
         self.watch.forward_starts()
         if self.current is not None and not step.forwards:
             self._first_forward(step, part, arguments)
         forward = self._graph_programs.decide(step, part)
         step.forwards.append(forward)
         if part.captured.made_from is not None:
-            step.timed = None  # operations are timed one by one: in made code these have no numbers of their own
+            step.timed = None  # single operations of made code can't be timed: they have no numbers of their own
         program = forward.program if step.timed is None else step.timed.wrap(forward.program)
         return program, None if step.record is None else step.record.begin(part, program, arguments)
 
     def _first_forward(self, step: CurrentStep, part: Part, arguments: Sequence[Any]) -> None:
-        """Choose the signature by whose plan a step begins; check a plan that was not foreseen against what exists."""
+        """Choose the signature by whose plan a step begins; check its plan against memory if that was not done."""
         self._parts.costs_of(part)
         signature, _ = self._history.choose((part.number,), step.expected, step.start, lambda signature: True)
         step.expected = signature or step.expected
@@ -182,11 +184,11 @@ class Steps(Conductor):
             self._planned.check_plans([signature], resident)
 
     def program_of(self, part: Part) -> Program:
-        """Return the program by which a part is about to run, for its proof."""
+        """Return the program by which a part is about to run, for its proof; it may be solved here."""
         return self._graph_programs.decide(self.current or CurrentStep(), part).program
 
     def free_bytes(self, step: Step, device: torch.device) -> int:
-        """Return the bytes that the budget of a captured step, and the device, leave beside what is there."""
+        """Return the bytes that the budget of a captured step, and the device, leave beside the live memory."""
         resident = self.resident()
         room, plan = self._planned.maker.room(step, resident), self._planned.latest
         budget_bytes = max(room.budget_bytes, 0 if plan is None else plan.budget_bytes)
@@ -197,20 +199,20 @@ class Steps(Conductor):
         return min(room.step_bytes, free_bytes(device))
 
     def forward_done(self, run: Run | None, outputs: Sequence[Any]) -> None:
-        """Note the end of a forward."""
+        """Record the end of a forward."""
         if self.current is not None:
             if run is not None and self.current.record is not None:
                 self.current.record.forward_done(run, outputs)
             self.watch.forward_done(self.current)
 
     def backward_starts(self, run: Run | None, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
-        """Note the start of a backward."""
+        """Record the start of a captured backward."""
         self._backward_starts()
         if self.record is not None:
             self.record.backward_starts(run, tangents, leaves, retains)
 
     def eager_backward_starts(self) -> None:
-        """Note the start of a backward of a step that runs eager."""
+        """Record the start of a backward of an eager step."""
         if backward_pass.will_run_again():
             self._eager_steps.graph_stays()
         self._backward_starts()
@@ -220,18 +222,18 @@ class Steps(Conductor):
     def _backward_starts(self) -> None:
         step = self.current
         self.watch.backward_starts()
-        if step is None or not step.has_backward:  # there is none for a backward of one that failed, or has ended
+        if step is None or not step.has_backward:  # no step: the backward is of one that failed or has ended
             self._memory.backward_starts(self.count)
         if step is not None:
             step.has_backward = True
 
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
-        """Learn of values that other code overwrites before the backward: nothing can be computed from them then."""
+        """Recompute nothing from values of a part that other code overwrites before the backward."""
         part.captured = part.captured.reading_once(storages)
         self._graph_programs.forget_least(part)
 
     def settings_changed(self) -> None:
-        """Learn that code is computed again in other settings of PyTorch than it was computed in."""
+        """Warn that code is recomputed under other settings of PyTorch than its forward ran under."""
         self._model.say(
             "Settings of PyTorch (autocast, torch.backends, precision, deterministic algorithms) changed between the "
             f"forward of {self._model.name} and its backward: gradients may differ from those of plain PyTorch by "
@@ -239,23 +241,23 @@ class Steps(Conductor):
         )
 
     def must_return(self, part: Part, positions: Collection[int]) -> None:
-        """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""
+        """Count two sets of gradients in plans from now on, since gradients of a part were not added in place."""
         self._planned.must_return(part, positions)
 
     def backward_done(self, run: Run | None) -> None:
-        """Note the end of a backward."""
+        """Record the end of a backward."""
         if self.record is not None:
             self.record.backward_done(run)
 
     def name_of(self, tensor: torch.Tensor) -> str:
-        """Return the name of a parameter or a buffer, or else describe a tensor, to begin a sentence with."""
+        """Return a name for a tensor that begins a sentence: of a parameter or buffer its path, else its shape."""
         root = self._model.root
         named = (("Parameter", root.named_parameters()), ("Buffer", root.named_buffers()))
         names = (f"{kind} {name!r}" for kind, own in named for name, value in own if value is tensor)
         return next(names, super().name_of(tensor))
 
     def ran_out(self, error: torch.OutOfMemoryError) -> None:
-        """Note on an error what was planned and what is allocated."""
+        """Add the planned peak and the allocated bytes to an error."""
         peak = describe_peak(self._model.name, self._planned.latest)
         explain(error, f"hiremate: {peak}{self._memory.describe()}")
 
@@ -270,7 +272,7 @@ class Steps(Conductor):
             step.drop()
 
     def end_at_once(self) -> None:
-        """End the step under way, which has ended just now."""
+        """End the step under way now, with its measurement."""
         self._memory.batch = []
         if self.record is not None:
             self.record.close()
@@ -279,7 +281,7 @@ class Steps(Conductor):
     def end(self) -> None:
         """End the step under way, and its measurement; what was learned is used when the next one begins.
 
-        Where it has ended some time before, the batch is that of the next step.
+        The batch is kept, since it may belong to the next step already.
         """
         step, self.current = self.current, None
         if step is None:
@@ -312,7 +314,7 @@ class Steps(Conductor):
         signature.sights.fits_nothing = signature.sights.fits_nothing or step.fits_nothing
         self._eager_steps.learn_from_taken_over(step, signature)
         if expected is not None and step.forwards and step.forwards[0].signature is expected is not signature:
-            began_again = step.graphs[0] in step.graphs[1:]  # as after a forward without a backward
+            began_again = step.graphs[0] in step.graphs[1:]  # for example after a forward without a backward
             if not is_own and (signature.plan is not None or not began_again):
                 self._planned.confused(expected, signature, step.is_by_plans)
         self._memory.step_ended(record, signature.graphs, step.has_captured)
@@ -328,10 +330,9 @@ class Steps(Conductor):
             self._watching.missed(signature)
 
     def _learn_from(self, step: CurrentStep, signature: StepSignature, is_own: bool) -> Saw:
-        """Keep the record of a step to plan its signature, or compare its peak or time with those of its plan.
+        """Keep the record of a step to plan its signature, or store its peak or time in the plan of the signature.
 
-        The latter where it is its own: it ran throughout by the plan of its signature, or of a signature that it is
-        taken for.
+        The latter if `is_own`: each graph followed the plan of its signature, or of one that it may be taken for.
         """
         record = step.record
         if record is None:

@@ -1,12 +1,12 @@
-"""Graphs that wait for a later backward: by which programs they run, and what they hold meanwhile.
+"""Graphs that wait for a backward in a later step: their programs, and the bytes that they hold meanwhile.
 
-Where the backward of a forward comes after that of a later forward (pipelines, first-order MAML, the loop of the DCGAN
-tutorial), an iteration is planned in pieces, each from a forward to the backward that follows. Forwards whose backward
-comes in a later piece hold everything where all known pieces fit the budget so, with all that waits beside them. Else
-each of these forwards holds the least.
+If the backward of a forward comes after that of a later forward (pipelines, first-order MAML, the loop of the DCGAN
+tutorial), an iteration is planned in pieces, each from a forward to the backward that follows. A forward whose backward
+comes in a later piece saves everything, if all known pieces fit the budget then, with all waiting graphs beside them.
+Else all such forwards save the least.
 
-Pieces that look alike when they begin, of which some have the backward of their own forward and some don't, as in the
-middle and at the end of a pipeline's iteration, run so too: nobody knows which of them begins.
+Pieces of a pipeline may begin alike, though some run the backward of their own forward and some do not. All of them
+run by these programs, since they can't be told apart as they begin.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .parts import Parts
 
 
 class Holds(Enum):
-    """What graphs hold that wait for their backward."""
+    """How much a graph saves while it waits for its backward."""
 
     EVERYTHING = "all that the backward reads"
     LEAST = "what takes the least memory"
@@ -45,7 +45,7 @@ class Holds(Enum):
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A captured graph that waits, by some decisions."""
+    """A waiting graph with what it recomputes."""
 
     captured: Captured
     profile: Profile
@@ -60,7 +60,7 @@ class _Waiting:
         return program_of(self.captured, self.schedule)
 
     def more_bytes(self, schedule: Schedule) -> int:
-        """Count the bytes by which it saves more than it would by another schedule, inputs aside."""
+        """Return the bytes that it saves beyond what another schedule saves, inputs left out."""
         return 0 if schedule == self.schedule else self._saved_bytes(self.schedule) - self._saved_bytes(schedule)
 
     def _saved_bytes(self, schedule: Schedule) -> int:
@@ -69,7 +69,7 @@ class _Waiting:
 
     @cached_property
     def backward_bytes(self) -> dict[bool, int]:
-        """What its backward takes beyond what it holds, by whether gradients of parameters are added to others."""
+        """Peak bytes of its backward beyond its saved tensors, by whether gradients of parameters are accumulated."""
         return {is_added: self._backward_bytes(is_added) for is_added in (False, True)}
 
     def _backward_bytes(self, is_added: bool) -> int:
@@ -86,10 +86,10 @@ class _Waiting:
 
 
 class WaitingGraphs:
-    """The programs of the graphs that wait.
+    """The programs of waiting graphs.
 
     Attributes:
-        holds: What the forwards hold that run now.
+        holds: How much a forward saves that runs now.
     """
 
     def __init__(self, options: SessionOptions, parts: Parts) -> None:
@@ -98,14 +98,11 @@ class WaitingGraphs:
         self.holds = Holds.EVERYTHING
 
     def concerns(self, signature: StepSignature, step: RecordedStep) -> bool:
-        """Whether graphs wait beside a step of a signature, or what it runs has to fit such steps too."""
+        """Whether graphs wait before or after a step of a signature, or some of its steps have other backwards."""
         return step.waits or signature.backwards_vary
 
     def fits(self, signature: StepSignature, recorded: RecordedStep, room: Room) -> bool:
-        """Whether a step of a signature fits where all that waits beside it holds everything.
-
-        Its own calls run at the least memory then, unless it is decided what they compute again.
-        """
+        """Whether a step, as decided or at its least memory, fits beside waiting graphs that hold everything."""
         recorded = self.at(signature, recorded, Holds.EVERYTHING)
         step = recorded.merge()
         decided = recorded.decided or tuple(self._of(call.part, Holds.LEAST).decisions for call in recorded.calls)
@@ -113,7 +110,7 @@ class WaitingGraphs:
         return peak_bytes <= replace(room, resident_bytes=recorded.resident.size_bytes).solved_bytes
 
     def at(self, signature: StepSignature, step: RecordedStep, holds: Holds | None = None) -> RecordedStep:
-        """Return the step of a signature where all that waits holds so much, by default what it holds now."""
+        """Return the step of a signature with the bytes that waiting graphs hold; `holds` is by default that of now."""
         if not self.concerns(signature, step):
             return step
         holds = holds or self.holds
@@ -129,7 +126,7 @@ class WaitingGraphs:
         )
 
     def resident_at(self, resident: Resident, holds: Holds | None = None) -> Resident:
-        """Return what exists before a step if all that waits held so much, by default what it holds now."""
+        """Return the memory before a step with the bytes that waiting graphs hold; by default those of now."""
         if not resident.waiting:
             return resident
         holds = holds or self.holds
@@ -141,11 +138,11 @@ class WaitingGraphs:
         )
 
     def program(self, part: Part) -> Program:
-        """Return the program of a forward that will wait for its backward."""
+        """Return the program of a forward whose backward comes in a later step."""
         return self._of(part, self.holds).program
 
     def _of(self, part: Part, holds: Holds) -> _Waiting:
-        """Return a graph that waits, and holds so much; it is decided the first time."""
+        """Return a part as a waiting graph; what it recomputes is decided the first time."""
         graphs = self._graphs.setdefault(part, {})
         waiting = graphs.get(holds)
         if waiting is None or waiting.captured.graph is not part.captured.graph:

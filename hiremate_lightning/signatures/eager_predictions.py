@@ -1,11 +1,11 @@
-"""Steps of other sizes that run as the user wrote them, uncaptured, since they are known to fit the budget so.
+"""Predicts the memory of eager steps at sizes that were never captured: a step that fits runs without a capture.
 
-To capture a size takes seconds. What an eager step takes at a new size follows from captured steps of the same code
-(`records.resizing`), and so does what it takes where all that autograd saves is offloaded until the backward reads it.
-It is offloaded only where the step does not fit as it is.
+A capture takes seconds. The memory of an eager step at a new size follows from captured steps of the same code
+(`records.resizing`), both with and without offloading of its saved tensors until the backward reads them. They are
+offloaded only if the step does not fit otherwise.
 
-Eager PyTorch holds more than a captured graph with nothing recomputed: masks of dropouts as floats, for example. By how
-much shows the first eager step, which must be small enough that it fits in any case, and larger ones correct it.
+Eager PyTorch holds more than a captured graph that recomputes nothing, for example dropout masks as floats. The first
+eager step shows how much more; it must be small enough to fit in any case. Larger steps correct the ratio.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ from ..records.simulation import Allocations, allocations
 from .recorded_step import RecordedStep
 from .step_signature import StepSignature
 
-UNMEASURED_RATIO = 1.3  # of what grows with the sizes in eager PyTorch to the same in the captured graph
-RANDOM_RATIO = 1.5  # the same where the code draws: eager PyTorch may keep what it draws in a larger type
-COUNTED_DRAW = "aten.native_dropout.default"  # its masks count as eager PyTorch keeps them
-UNMEASURED_WAY_RATIO = 1.1  # the same, at least, of a way that was not measured: or the most of those that were
-LEAST_RATIO = 1.03  # where it was measured
-TRIES = 4  # steps to measure in a row: on a CPU the first one does not see all that is freed
-CLEARLY_LARGER = 1.1  # than all that were measured: such a step is measured too,
-NEAR = 0.5  # where it is predicted to take as much of its room, or more
-SIMILAR = 0.5  # of the largest step that was measured: smaller ones tell less, and are not compared any more
-COMPARED = 16  # steps that were measured: the largest
-SAMPLES = 4  # sizes of one code that predictions are made from
-ROUNDING = 1.01  # an allocator's blocks
-OFFLOAD_BYTES_PER_MS = 3e6  # that are offloaded and brought back: on a CPU, in files that are used again
+# The ratio below is that of growing bytes (all but gradients, which don't grow with sizes) in eager PyTorch to those in
+# the captured graph.
+UNMEASURED_RATIO = 1.3  # before an eager step was measured
+RANDOM_RATIO = 1.5  # likewise for code with random operators: eager PyTorch may keep their results in a larger type
+COUNTED_DRAW = "aten.native_dropout.default"  # an exception: the graph counts its masks as eager PyTorch keeps them
+UNMEASURED_WAY_RATIO = 1.1  # at least, with offloading, if only steps without it were measured
+LEAST_RATIO = 1.03  # at least, after an eager step was measured
+TRIES = 4  # steps to measure in a row: on a CPU the first one does not show all that is freed
+CLEARLY_LARGER = 1.1  # measure a step that is predicted to take so many times as much as each measured one,
+NEAR = 0.5  # and at least this share of its room
+SIMILAR = 0.5  # compare steps of at least this share of the bytes of the largest measured one
+COMPARED = 16  # number of measured steps that are kept, the largest
+SAMPLES = 4  # number of sizes of one code that a prediction is made from
+ROUNDING = 1.01  # factor for the blocks of an allocator
+OFFLOAD_BYTES_PER_MS = 3e6  # bytes offloaded and brought back in a millisecond; on a CPU, in files that are used again
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What an eager step takes."""
+    """The predicted memory of an eager step."""
 
-    # Whether all that autograd saves is offloaded until the backward reads it: that takes less memory than plain
-    # PyTorch, and more time.
-    saves_memory: bool
-    added_bytes: int  # what it adds to the resident bytes at its peak, at most
-    captured_bytes: int  # at most that much the captured graph would take of it
-    offloaded_bytes: int = 0  # what it offloads, at most
+    saves_memory: bool  # whether its saved tensors are offloaded until the backward reads them
+    added_bytes: int  # most bytes that it adds to the resident bytes at its peak
+    captured_bytes: int  # most bytes that its captured graph would add
+    offloaded_bytes: int = 0  # most bytes that it offloads
 
     @property
     def extra_ms(self) -> float:
-        """The time that it takes beyond plain PyTorch's."""
+        """The time in milliseconds that offloading adds."""
         return self.offloaded_bytes / OFFLOAD_BYTES_PER_MS
 
 
 @dataclass(frozen=True, eq=False)
 class CapturedStep:
-    """A step that was captured."""
+    """A captured step from which predictions are made."""
 
-    calls: tuple[ModuleCall, ...]  # what each call of a planned module was given in it, in order
-    code: StepSignature  # stands for its code: equal for all steps that run the same code, at whatever sizes
-    step: RecordedStep  # what it ran
+    calls: tuple[ModuleCall, ...]  # types and shapes of the tensors of each call of a planned module, in order
+    code: StepSignature  # equal for all steps that run the same code, at any sizes (`StepSignature.of_code`)
+    step: RecordedStep  # the recorded step
 
     @cached_property
     def total_bytes(self) -> int:
@@ -75,39 +75,38 @@ class CapturedStep:
         return self.step.bytes_from(0)
 
     def takes_as(self, other: CapturedStep) -> bool:
-        """Whether it takes what another description of the same step tells."""
+        """Whether predictions from it are those from another record of the same step."""
         is_same = self.calls == other.calls and self.step.calls is other.step.calls
         return is_same and (self.step.margin_bytes, self.step.state) == (other.step.margin_bytes, other.step.state)
 
     def sample(self, count: int) -> Sample:
-        """Return the step as one graph, whose inputs are what its first calls were given."""
+        """Return the step as one graph, with the shapes of the arguments of its first calls as sizes."""
         merged, storages = self.step.merge(), sum(len(call.call.graph.storages) for call in self.step.calls)
         return Sample(_shapes(self.calls[:count]), merged.graph, merged.profile, storages)
 
 
 @dataclass(frozen=True, slots=True)
 class _Takes:
-    """What captured code takes at some sizes."""
+    """The bytes that captured code takes at some sizes."""
 
-    peaks: tuple[int, int]  # its peak, bounded from below and from above
-    growing: tuple[int, int]  # what of these grows with the sizes: in eager PyTorch it is larger
-    offloaded_bytes: int  # what is offloaded, at most
+    peaks: tuple[int, int]  # lower and upper bound of its peak
+    growing: tuple[int, int]  # the bytes of each bound without gradients: they grow with the sizes, in eager more
+    offloaded_bytes: int  # most bytes that are offloaded
 
 
 class _EagerCode:
-    """Steps of the same code, as far as their first calls tell them apart.
+    """The memory of steps of the same code, as a function of the sizes of their first calls.
 
     Attributes:
         offload: The storages that can be offloaded.
-        margin_bytes: By how much such a step was measured above what was predicted.
-        unmeasured_ratio: The ratio of what grows with the sizes in eager PyTorch to the same here, as long as none was
-            measured.
+        margin_bytes: The largest margin of such a step, for peaks measured above the prediction.
+        unmeasured_ratio: The ratio of growing bytes in eager PyTorch to those here, until an eager step was measured.
     """
 
     def __init__(self, steps: Sequence[CapturedStep], count: int) -> None:
         samples = [step.sample(count) for step in steps]
         base, self._resizing = samples[0], Resizing(samples)
-        # Of a CPU, files that were offloaded lie in its own memory.
+        # On a CPU, values that are read back from files occupy the same memory again.
         self._is_on_host = steps[0].step.calls[0].captured.device.type == "cpu"
         self._gradient_bytes = bytes_of(self._resizing.graph, self._resizing.graph.gradients)
         self.offload = sorted(can_be_offloaded(self._resizing.graph, base.storages))
@@ -126,19 +125,19 @@ class _EagerCode:
         return allocations(self._graph, schedule, self.offload, () if self._is_on_host else self.offload)
 
     def at(self, sizes: tuple[int, ...], saves: bool) -> _Takes:
-        """Return what it takes at some sizes, where it saves memory or not."""
+        """Return the bytes that it takes at some sizes, with offloading (`saves`) or without."""
         bounds, allocated = self._resizing.at(sizes), self._offloading if saves else self._eager
         offloaded = bounds.high[self.offload if saves else []]
         low = allocated.peak_bytes(bounds.low, bounds.low_workspaces)
         high = allocated.peak_bytes(bounds.high, bounds.high_workspaces)
-        high += int(offloaded[offloaded < LEAST_OFFLOAD].sum())  # what is too small to be offloaded stays
+        high += int(offloaded[offloaded < LEAST_OFFLOAD].sum())  # smaller storages are not offloaded
         growing = max(low // 10, low - self._gradient_bytes), max(high // 10, high - self._gradient_bytes)
         return _Takes((low, high), growing, int(offloaded.sum()))
 
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """An eager step that was measured: what its calls were given, and what it added."""
+    """A measured eager step: its calls, its likely signature, and the bytes that it added at its peak."""
 
     calls: tuple[ModuleCall, ...]
     likely: StepSignature
@@ -146,20 +145,20 @@ class _Measured:
 
 
 class EagerPredictions:
-    """Predicts what eager steps take at sizes that were not planned, and corrects that by what is measured."""
+    """Predicts the memory of eager steps at sizes without a plan, and corrects predictions by measured steps."""
 
     def __init__(self) -> None:
-        self._learned: dict[StepSignature, CapturedStep] = {}  # that predictions are made from
+        self._learned: dict[StepSignature, CapturedStep] = {}  # planned steps from which predictions are made
         self._foreseen = deque[CapturedStep](maxlen=SAMPLES)
         self._codes: dict[tuple[StepSignature, int], tuple[tuple[CapturedStep, ...], _EagerCode]] = {}
         self._predicted = Latest[tuple[object, ...], Prediction | None](1024)
-        self._measured: dict[bool, list[_Measured]] = {}  # by whether they saved memory
-        self._largest_bytes: dict[bool, int] = {}  # that were measured, likewise
-        self._tries = 0
+        self._measured: dict[bool, list[_Measured]] = {}  # measured steps, by whether they offloaded
+        self._largest_bytes: dict[bool, int] = {}  # captured bytes of the largest measured step, likewise
+        self._tries = 0  # steps measured in a row without showing their peak
         self._ratios: dict[tuple[bool, float], float] = {}
 
     def learn(self, signature: StepSignature) -> None:
-        """Learn what a planned step signature takes, where that is not known yet."""
+        """Predict also from the step of a planned signature; replace an older record of it."""
         known = self._learned.get(signature)
         step = CapturedStep(signature.calls or (), signature.of_code, signature.recorded)
         if known is None or not step.takes_as(known):
@@ -167,7 +166,7 @@ class EagerPredictions:
             self._forget_predictions()
 
     def learn_foreseen(self, step: CapturedStep) -> None:
-        """Learn what a step takes that ran captured and has no plan of its own: a few of each code, and larger ones."""
+        """Predict also from a captured step without its own plan, if its code has few such steps or smaller ones."""
         known = [other.total_bytes for other in self._foreseen if other.code == step.code]
         if len(known) < SAMPLES or step.total_bytes > max(known):
             self._foreseen.append(step)
@@ -178,7 +177,7 @@ class EagerPredictions:
         self._ratios.clear()
 
     def called_like(self, calls: Sequence[ModuleCall]) -> list[StepSignature]:
-        """List the planned signatures whose first calls were given exactly what these are given."""
+        """List the planned signatures whose first calls had the types and shapes of these calls."""
         called, count = tuple(calls), len(calls)
         planned = ((signature, step) for signature, step in self._learned.items() if signature.plan is not None)
         return [signature for signature, step in planned if step.calls[:count] == called]
@@ -186,16 +185,16 @@ class EagerPredictions:
     def predict(
         self, calls: Sequence[ModuleCall], likely: StepSignature, room_bytes: int, saves_memory: bool | None = None
     ) -> Prediction | None:
-        """Find the fastest way to run the step under way eager.
+        """Predict the memory of the step under way if it runs eager.
 
         Args:
-            calls: What its calls were given so far.
+            calls: Types and shapes of the tensors of its calls so far.
             likely: The signature whose code it most likely runs.
-            room_bytes: What it may add to the resident bytes.
-            saves_memory: Whether it is to save memory; None for the faster that fits.
+            room_bytes: Most bytes that it may add to the resident bytes.
+            saves_memory: Whether it offloads saved tensors; None to do so only if it does not fit otherwise.
 
         Returns:
-            What it takes then; None where it may not fit.
+            The prediction; None if the step may not fit.
         """
         key = tuple(calls), likely, room_bytes, saves_memory
         return self._predicted.get_or(key, lambda: self._predict(*key))
@@ -208,14 +207,14 @@ class EagerPredictions:
             return None
         ways = (False, True) if codes[0].offload else (False,)
         for saves in ways if saves_memory is None else (saves_memory,):
-            predictions = [self._takes(code, _sizes(calls), saves) for code in codes]  # other code may come instead
+            predictions = [self._takes(code, _sizes(calls), saves) for code in codes]  # the step may run any of these
             most = max(predictions, key=lambda prediction: prediction.added_bytes)
             if most.added_bytes <= room_bytes:
                 return most
         return None
 
     def with_margin(self, added_bytes: int) -> int:
-        """Return what an eager step takes, of which the captured graph takes so many bytes."""
+        """Return the bytes of an eager step, from those of its captured graph."""
         return ceil(added_bytes * self._ratio(False, RANDOM_RATIO))
 
     def _takes(self, code: _EagerCode, sizes: tuple[int, ...], saves: bool) -> Prediction:
@@ -225,9 +224,9 @@ class EagerPredictions:
         return Prediction(saves, added_bytes, takes.peaks[1], takes.offloaded_bytes)
 
     def _codes_called(self, calls: tuple[ModuleCall, ...], likely: StepSignature) -> list[_EagerCode]:
-        """List the codes whose first calls look like these, that of the likely signature first; none without it.
+        """List the codes whose first calls look like these, that of the likely signature first; none without that.
 
-        A step with an empty input tells nothing of what follows from its size.
+        Steps with a size of 0 are left out, unless these calls have it too: bytes don't follow from a size of 0.
         """
         form, count, sizes = _form(calls), len(calls), _sizes(calls)
         steps_of = dict[StepSignature, list[CapturedStep]]()
@@ -244,7 +243,7 @@ class EagerPredictions:
         return [self._code(code, steps_of[code], count) for code in codes]
 
     def _code(self, code: StepSignature, steps: Sequence[CapturedStep], count: int) -> _EagerCode:
-        """Read a code from its largest step and the latest ones, each at sizes of its own."""
+        """Return the memory of a code, by its largest step and the latest ones with other sizes."""
         largest = max(steps, key=lambda step: step.total_bytes)
         latest = {step.calls: step for step in steps if step.calls != largest.calls}
         chosen = largest, *list(latest.values())[1 - SAMPLES :]
@@ -256,14 +255,14 @@ class EagerPredictions:
     # ---------------------------------------------------------------- measured steps
 
     def is_to_be_measured(self, prediction: Prediction, room_bytes: int) -> bool:
-        """Whether to measure an eager step: it takes much of its room, and clearly more than what was measured."""
+        """Whether to measure an eager step: it takes much of its room, and clearly more than each measured step."""
         is_larger = prediction.captured_bytes > CLEARLY_LARGER * self._largest_bytes.get(prediction.saves_memory, 0)
         return 0 < self._tries < TRIES or (is_larger and prediction.added_bytes > NEAR * room_bytes)
 
     def measured(
         self, calls: Sequence[ModuleCall], likely: StepSignature, prediction: Prediction, added_bytes: int | None
     ) -> None:
-        """Learn what a step added at its peak that was predicted; None where the measurement did not see all."""
+        """Correct predictions by the bytes that a step added at its peak; None if the measurement missed some frees."""
         self._tries += 1
         saves = prediction.saves_memory
         if added_bytes is not None:
@@ -275,9 +274,9 @@ class EagerPredictions:
             self._tries = 0
 
     def _ratio(self, saves: bool, unmeasured: float) -> float:
-        """Return the ratio of what grows with the sizes in eager PyTorch to the same in the captured graph.
+        """Return the ratio of growing bytes in eager PyTorch to those in the captured graph.
 
-        That is `unmeasured` as long as no step was measured.
+        It is `unmeasured` until an eager step was measured.
         """
         if (saves, unmeasured) not in self._ratios:
             compared = [self._compare(saves, measured) for measured in self._measured.get(saves, ())]
@@ -289,10 +288,10 @@ class EagerPredictions:
         return self._ratios[saves, unmeasured]
 
     def _compare(self, saves: bool, measured: _Measured) -> tuple[int, float]:
-        """Return what grows with the sizes in an eager step that was measured, and its ratio to the captured graph.
+        """Return the growing bytes of a measured eager step, by its captured graph, and the ratio of eager to captured.
 
-        What the captured graph takes is only bounded: at worst the ratio is that to the lower bound. A step that took
-        no more than was expected before anything was measured tells nothing worse than that.
+        The bytes of the captured graph are only bounded: the ratio to their lower bound is the worst case. It counts up
+        to the unmeasured ratio, and beyond that only as far as the ratio to the upper bound.
         """
         sizes = _sizes(measured.calls)
         for code in self._codes_called(measured.calls, measured.likely)[:1]:

@@ -1,8 +1,8 @@
 """The history of a model's steps: the signatures that have come, in which order, and which one is likely to come next.
 
-Which signature a step is of shows for sure when it has ended, since signatures may begin alike (a GAN's two, for
-example). So the one that begins is foreseen from what came after the latest signature the last time, and a step that
-turns out another is told apart: what was measured in it says nothing about a plan.
+The signature of a step is known for sure only when the step has ended, since signatures may begin alike (the two of a
+GAN, for example). So the signature of a step that begins is foreseen: the one that followed the latest signatures the
+last time. A step that turns out to have another signature is not compared with the plan.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from ..running.program import Program
 from .recorded_step import RecordedStep
 from .step_signature import GraphNumbers, Start, StepSignature
 
-LENGTHS = (32, 16, 8, 4, 2, 1, 0)  # of what came before a step, by which it is foreseen
+LENGTHS = (32, 16, 8, 4, 2, 1, 0)  # numbers of latest signatures by which the next one is foreseen
 SEEN = 1024  # most signatures without a record that are kept: new sizes may never end
-CERTAIN = 64  # steps that came as foreseen, one after the other, after which the next one is trusted to
+CERTAIN = 64  # trust the forecast after so many consecutive steps that came as foreseen
 
 
 class Order:
-    """The order of step signatures: what came after the latest ones, the last time, for a step that starts so."""
+    """The order of step signatures: which one last followed the latest ones, by how the step started."""
 
     def __init__(self) -> None:
         self._recent: deque[StepSignature] = deque(maxlen=LENGTHS[0])
         self._followers = Latest[tuple[object, ...], StepSignature](4096)  # by start and the latest signatures
-        self._in_a_row = 0  # that came as foreseen
+        self._in_a_row = 0  # consecutive steps that came as foreseen
 
     @property
     def is_certain(self) -> bool:
-        """Whether the latest steps came as foreseen, so many that the next one is trusted to."""
+        """Whether the latest `CERTAIN` steps came as foreseen."""
         return self._in_a_row >= CERTAIN
 
     def _contexts(self, start: Start) -> Iterator[tuple[object, ...]]:
-        """List what a step may be foreseen by: the longest sequence of signatures before it first, its start last."""
+        """Yield keys to foresee a step by: its start with the latest signatures, from 32 of them down to none."""
         recent = tuple(self._recent)
         for length in LENGTHS:
             if length <= len(recent):
                 yield start, *recent[len(recent) - length :]
 
     def foresee(self, start: Start) -> Iterator[StepSignature]:
-        """List the signatures that a step may be of, the likeliest first; nothing where none has started so."""
+        """Yield the signatures that a step may have, the likeliest first; none if no step has started so."""
         return self._following(self._contexts(start))
 
     def _following(self, contexts: Iterable[tuple[object, ...]]) -> Iterator[StepSignature]:
         return (signature for context in contexts if (signature := self._followers.get(context)) is not None)
 
     def note(self, signature: StepSignature, start: Start) -> None:
-        """Learn of a step that has ended."""
+        """Store which signatures a step that has ended has followed."""
         contexts = tuple(self._contexts(start))
         self._in_a_row = self._in_a_row + 1 if signature == next(self._following(contexts), None) else 0
         for context in contexts:
@@ -62,16 +62,16 @@ class History:
 
     Attributes:
         latest: The planned signature that ran last, None before there is one.
-        margin_bytes: By how much steps of sizes that were not traced were measured above what was predicted for them.
+        margin_bytes: Most bytes by which a step of sizes never traced was measured above its prediction.
     """
 
     def __init__(self) -> None:
         self.latest: StepSignature | None = None
         self.margin_bytes = 0
         self._recorded: dict[GraphNumbers, StepSignature] = {}  # in the order in which they were recorded
-        self._seen = Latest[GraphNumbers, StepSignature](SEEN)  # without a record
+        self._seen = Latest[GraphNumbers, StepSignature](SEEN)  # signatures without a record
         self._order = Order()
-        self._confusing = set[GraphNumbers]()  # first graphs of signatures that were mistaken for each other
+        self._confusing = set[GraphNumbers]()  # the first graph of signatures that were mistaken for each other
 
     def get_or_make(self, graphs: GraphNumbers) -> StepSignature:
         """Return the signature that runs some captured graphs; it is made the first time."""
@@ -87,18 +87,18 @@ class History:
 
     @property
     def recorded(self) -> list[StepSignature]:
-        """The signatures whose step was recorded, in the order of that."""
+        """The signatures that have a recorded step, in the order in which they were recorded."""
         return [signature for signature in self._recorded.values() if signature.step is not None]
 
     @property
     def plan_count(self) -> int:
-        """The number of plans, those for all sizes included."""
+        """The number of plans, with the rungs of all ladders."""
         return len(self.recorded) + sum(len(signature.ladder.rungs) for signature in self._recorded.values())
 
     # ---------------------------------------------------------------- what is learned of signatures
 
     def record(self, signature: StepSignature, step: RecordedStep) -> None:
-        """Learn what a signature runs; where nobody knew, it comes after all others from now on."""
+        """Store the recorded step of a signature; if it had none, the signature becomes the last of `recorded`."""
         if signature.step is None:
             self._seen.pop(signature.graphs, None)
             self._recorded.pop(signature.graphs, None)
@@ -106,19 +106,19 @@ class History:
         signature.step = step
 
     def install(self, signature: StepSignature, plan: Plan, programs: Mapping[int, Program]) -> None:
-        """Take the plan of a signature and its programs; where it is its first, such a step has just ended."""
+        """Store the plan of a signature and its programs; with its first plan it becomes `latest`."""
         if signature.plan is None:
             self.latest = signature
         signature.plan, signature.programs = plan, programs
 
     def drop(self, signature: StepSignature) -> None:
-        """Drop what a signature runs and its plan: its next step is recorded anew."""
+        """Drop the recorded step and the plan of a signature: its next step is recorded again."""
         signature.step, signature.plan, signature.programs = None, None, {}
         if self.latest is signature:
             self.latest = None
 
     def ended(self, signature: StepSignature, start: Start, is_by_plans: bool) -> None:
-        """Learn of a step that ran captured, how it started, and whether it ran by plans throughout."""
+        """Count a captured step of a signature, with its start, and whether all of it ran by plans."""
         self.note(signature, start)
         if signature.plan is not None:
             self.latest = signature
@@ -127,25 +127,25 @@ class History:
         sights.is_by_plans = sights.is_by_plans or is_by_plans
 
     def note(self, signature: StepSignature, start: Start) -> None:
-        """Learn in which order signatures come, from a step that has ended."""
+        """Store in which order signatures come, after a step that has ended."""
         self._order.note(signature, start)
 
     def confuse(self, expected: StepSignature) -> None:
-        """Learn that a step that began as a signature turned out another: so may all that begin with the same graph."""
+        """Note that a step expected to have a signature had another: all with the same first graph may be confused."""
         self._confusing.add(expected.graphs[:1])
 
     # ---------------------------------------------------------------- which signature a step is of
 
     def foresee(self, start: Start) -> tuple[StepSignature, ...]:
-        """List the signatures that a step may be of, the likeliest first."""
+        """Return the signatures that a step may have, the likeliest first."""
         return tuple(dict.fromkeys(self._order.foresee(start)))
 
     def likely(self, foreseen: Iterable[StepSignature]) -> StepSignature | None:
-        """Return the planned signature that a step is likely to be of; None where nothing has a plan."""
+        """Return the planned signature that a step is likely to have; None if none has a plan."""
         return next((signature for signature in foreseen if signature.plan is not None), self.latest)
 
     def all_likely(self, foreseen: Iterable[StepSignature]) -> list[StepSignature]:
-        """List the planned signatures by whose plan a step may run: none before there is one."""
+        """List the planned signatures by whose plan a step may run."""
         likely = self.likely(foreseen)
         taken_for = frozenset[StepSignature]() if likely is None else self.taken_for(likely)
         return [signature for signature in self.planned if signature in taken_for]
@@ -167,17 +167,17 @@ class History:
     ) -> tuple[StepSignature | None, Program | None]:
         """Choose the program of the graph that begins: of the expected signature, else of one that began like the step.
 
-        A step that runs a part of what the expected signature runs, in the same order, takes no more than that one: it
-        goes on by the same plan.
+        A step that runs only some graphs of the expected signature, in the same order, goes on by its plan: it takes no
+        more memory.
 
         Args:
-            ran: The captured graphs of the step so far, this one last.
+            ran: The captured graphs of the step so far, the one that begins last.
             expected: The signature by whose plan the step begins, None for none.
             start: How the step has started.
-            fits: Whether a step of a signature fits that has begun as this one has.
+            fits: Returns whether the step fits if it goes on by the plan of a signature.
 
         Returns:
-            The signature, None where no planned one begins so; and the program, None where the graph has no backward.
+            The signature, None if no planned one begins so; and the program, None if the graph has no backward in it.
         """
         is_planned = expected is not None and expected.plan is not None
         if expected is not None and is_planned and expected.graphs[:1] == ran[:1] and starts_so(expected, start):
@@ -200,21 +200,21 @@ class History:
     # ---------------------------------------------------------------- what they run
 
     def same_code(self, step: RecordedStep) -> StepSignature:
-        """Return the first signature that runs the code of a recorded step, at whatever sizes."""
+        """Return the first recorded signature that runs the code of a recorded step, at any sizes."""
         return next(
             signature for signature in self.recorded if signature.step is step or signature.recorded.goes_on_as(step, 0)
         )
 
 
 def starts_so(signature: StepSignature, start: Start) -> bool:
-    """Whether as many graphs wait as a step starts as did before a step of a signature."""
+    """Whether as many graphs wait at this start as before some step of the signature."""
     return start[1] in signature.sights.waited
 
 
 def place_in(signature: StepSignature, ran: GraphNumbers) -> int | None:
-    """Return the place of the last of some graphs in a signature that runs all of them in this order, and others.
+    """Return the place of the last graph of `ran` in a signature that runs all of them in this order, among others.
 
-    None where it does not, or where graphs wait for a later backward in it.
+    Return None if it does not, or if graphs wait for a later backward in its steps.
     """
     if signature.step is None or signature.step.waits:
         return None

@@ -1,4 +1,4 @@
-"""What a step signature runs, as the record of one such step shows it."""
+"""The recorded step of a signature: its calls, forward and backward, as one measured step ran them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .limits import Limits
 
 
 def no_graphs() -> Latest[object, Step]:
-    """Return a store for a few graphs of one step, by what existed before the step."""
+    """Return a store for a few graphs of one step, by the memory that existed before the step."""
     return Latest(4)
 
 
@@ -31,58 +31,58 @@ def no_graphs() -> Latest[object, Step]:
 class RecordedCall:
     """One call of a recorded step."""
 
-    call: Call  # what it runs, forward and backward, and what runs outside around it
-    part: Part  # its part
-    captured: Captured  # what of the part it runs
+    call: Call  # its graph, forward and backward, and memory of code outside around it
+    part: Part  # the part that runs it
+    captured: Captured  # the captured graph that the part ran then
     place: int  # its place among all forwards of the step
     missing: frozenset[int]  # positions of the gradients of outputs that don't arrive
-    # Gradients that are only added to those of parameters, with the parameters' storages.
+    # Gradients that are only accumulated into those of parameters, each with the storages of these parameters.
     added: Mapping[int, frozenset[int]]
 
     @property
     def code(self) -> Hashable:
-        """Equal for calls that run the same code, of sizes that the same traces tell; None where it was traced."""
+        """A key, equal for calls of made code from the same samples; None if the call was traced."""
         made_from = self.captured.made_from
         return None if made_from is None else (made_from, self.captured.overwritten, self.missing)
 
     def beside(self, kept: frozenset[int]) -> Call:
-        """Return the call where gradients of some parameters exist: those that are added to them die at once."""
+        """Return the call if gradients of some parameters exist: those accumulated into them are freed at once."""
         return self.call.without_gradients({t for t, storages in self.added.items() if storages <= kept})
 
     def runs(self, captured: Captured) -> bool:
-        """Whether its code is that captured, at whatever size."""
+        """Whether a captured graph has the same code, at any sizes."""
         return self.captured.graph.code == captured.graph.code
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A step as it was recorded, and what a plan of it has to keep to."""
+    """A recorded step, with the memory before it, its budgets, and the constraints on its plan."""
 
     calls: tuple[RecordedCall, ...]  # its calls that have a backward, in the order of their forwards
     order: tuple[int, ...]  # order of the backwards
-    resident: Resident  # what existed when it began, as planned
-    solve: Strategy  # what solves it, and remembers
+    resident: Resident  # the memory that exists when it begins, as its plan counts it
+    solve: Strategy  # the solver, which remembers solutions
     limits: Limits  # its budgets
-    # Bytes of the budget that its plan leaves free: by how much an earlier plan was measured above its prediction,
-    # none where no plan leaves that much.
+    # Bytes of the budget that its plan leaves free: the excess of a measured peak over the prediction; 0 if no plan can
+    # leave that much.
     margin_bytes: int = 0
-    corrections: int = 0  # how often it was planned again for such a margin
-    # Whether nothing is offloaded to the host, since a plan by which it did was measured above the budget, and no
-    # margin was enough.
+    corrections: int = 0  # number of plans made again for peaks above the budget
+    # Whether nothing is offloaded to the host: a plan with offloads was measured above the budget, and no margin was
+    # enough.
     keeps_on_device: bool = False
-    # Its forwards whose backward is not part of it, and the schedules by which these ran.
+    # The forwards whose backward comes in a later step, each with the schedule by which it ran.
     unfinished: tuple[tuple[Part, Schedule], ...] = ()
-    unfinished_bytes: int = 0  # bytes that unfinished forwards save beyond what they saved when the step was recorded
-    others_bytes: int = 0  # what the backwards of graphs of earlier steps take that run in it
-    # Whether its next step takes less than the recorded one, by forwards whose backward never comes.
+    unfinished_bytes: int = 0  # bytes that unfinished forwards save beyond those that they saved in the recorded step
+    others_bytes: int = 0  # most bytes that a backward of an earlier step's graph takes in this step
+    # Whether later steps take less: forwards whose backward never comes saved more in the recorded one.
     is_provisional: bool = False
-    decided: tuple[Decisions, ...] = ()  # for each call, what it computes again, where that is not to be chosen
-    # The graphs that its calls were put into, by what existed before the step.
+    decided: tuple[Decisions, ...] = ()  # the nodes that each call recomputes, if these are fixed; else empty
+    # The step as one graph, by the memory that existed before it (`state`).
     merged: Latest[object, Step] = field(default_factory=no_graphs, compare=False, repr=False)
 
     @property
     def places(self) -> tuple[int, ...]:
-        """For each call, its place among all forwards of the step."""
+        """The place of each call among all forwards of the step."""
         return tuple(call.place for call in self.calls)
 
     @property
@@ -91,18 +91,18 @@ class RecordedStep:
         return bool(self.unfinished or self.resident.waiting)
 
     def room(self, budget: Budget, budget_bytes: int) -> Room:
-        """Return how many bytes it has within a budget."""
+        """Return the bytes that it may take within a budget."""
         return Room(budget, budget_bytes, self.resident.size_bytes, self.margin_bytes)
 
     @property
     def state(self) -> tuple[object, ...]:
-        """What changes the graph of its calls from step to step."""
+        """A key of the memory around it on which its merged graph depends."""
         before = self.resident
         of_others = self.waits, self.unfinished_bytes, self.others_bytes
         return before.kept, before.stale_bytes, before.left_bytes, *of_others
 
     def merge(self) -> Step:
-        """Put it into one graph, as allocated."""
+        """Return the step as one graph, with bytes rounded to the blocks of the allocator."""
         return self.merged.get_or(self.state, self._merge)
 
     def _merge(self) -> Step:
@@ -114,12 +114,12 @@ class RecordedStep:
         return replace(step, graph=in_blocks(step.graph, self.calls[0].captured.device))
 
     def begins_as(self, captured: Sequence[Captured]) -> bool:
-        """Whether its first forwards run this code, at whatever sizes; of those without a backward nothing is known."""
+        """Whether its first forwards run this code, at any sizes; forwards without a backward are not compared."""
         begun = (call for call in self.calls if call.place < len(captured))
         return len(captured) <= self.calls[-1].place + 1 and all(call.runs(captured[call.place]) for call in begun)
 
     def goes_on_as(self, other: RecordedStep, place: int) -> bool:
-        """Whether it is the same code as another step from a place on."""
+        """Whether it runs the same code as another step from a place on, with the same order of backwards."""
         pairs = zip(self.calls, other.calls, strict=False)
         is_alike = (self.places, self.order) == (other.places, other.order)
         return is_alike and all(one.runs(call.captured) for one, call in pairs if one.place >= place)
@@ -130,10 +130,10 @@ class RecordedStep:
         as_run: Callable[[int, frozenset[int]], tuple[Graph, Profile]],
         resident: Resident,
     ) -> RecordedStep | None:
-        """Foresee the step from its first calls at other sizes; the others take what they take here.
+        """Return the step with its first calls at other sizes; the other calls keep the sizes of this step.
 
-        `as_run` returns the graph of one of these calls, and its costs, without what these missing gradients would
-        bring. The step is None where what remains of a call without that is other code.
+        `as_run` returns graph and costs of one of the first calls without the parts that missing gradients would need.
+        Return None if the rest of such a graph is other code than here.
         """
         calls = list(self.calls)
         for index, captured in enumerate(begun):
@@ -144,17 +144,17 @@ class RecordedStep:
         return replace(self, calls=tuple(calls), resident=resident, merged=no_graphs())
 
     def is_no_smaller(self, begun: Sequence[Captured]) -> bool:
-        """Whether its first calls are nowhere smaller than these, of the same code."""
+        """Whether no tensor of its first calls is smaller than in these graphs of the same code."""
         pairs = zip(begun, self.calls, strict=False)
         return all(captured.graph.is_no_larger(call.captured.graph) for captured, call in pairs)
 
     def bytes_from(self, call: int) -> int:
-        """Add up the bytes of all values of a call and those after it."""
+        """Return the bytes of all values of a call and of the calls after it."""
         return sum(sum(later.call.graph.sizes) for later in self.calls[call:])
 
     @property
     def given_bytes(self) -> int:
-        """Add up the bytes that its calls are given from outside, weights aside."""
+        """The bytes of the inputs that its calls are given from outside, weights left out."""
         calls = [recorded.call for recorded in self.calls]
         inputs_of = (
             (call.graph, {call.graph.tensors[t].storage for t in call.graph.inputs if t not in call.links})
@@ -165,18 +165,18 @@ class RecordedStep:
 
     @property
     def hands_on(self) -> bool:
-        """Whether what its calls return has the same sizes where other calls are given it."""
+        """Whether each output of a call that is an input of another call has the same shape in both."""
         calls = [recorded.call for recorded in self.calls]
         links = ((call, t, calls[giver], result) for call in calls for t, (giver, result) in call.links.items())
         return all(call.graph.tensors[t].shape == giver.graph.tensors[r].shape for call, t, giver, r in links)
 
     @property
     def outside_bytes(self) -> int:
-        """Add up what runs outside of its calls, each at its peak."""
+        """The sum over its calls of the peak bytes of code outside."""
         return sum(recorded.call.outside_bytes for recorded in self.calls)
 
     def returning(self, part: Part, positions: Collection[int]) -> RecordedStep:
-        """Know that gradients of a part are not only added; the same where that was known."""
+        """Return the step with some gradients of a part not accumulated in place; itself if that was known."""
         returned = {part.captured.backward_outputs[position] for position in positions}
         values = part.captured.fx_values
         calls = tuple(
@@ -192,15 +192,15 @@ class RecordedStep:
 def foresee(
     steps: Sequence[RecordedStep], calls: Sequence[tuple[Captured, Profile]], resident: Resident
 ) -> RecordedStep | None:
-    """Foresee the step under way: what is still to come as in the smallest known step that is not smaller so far.
+    """Foresee the step under way: its later calls are those of the smallest known step that is no smaller so far.
 
     Args:
         steps: The planned steps that run the same code so far.
-        calls: What has run of it, and is about to run, with the costs; of what is to come, what is known for sure.
-        resident: What exists before it.
+        calls: Its calls so far, the one about to run, and later ones whose sizes are known for sure; with their costs.
+        resident: The memory that exists before it.
 
     Returns:
-        The step; None where it is larger than all that is known: what is still to come may be larger too.
+        The step; None if it is larger so far than all known steps, since its later calls may be larger too.
     """
     codes = [captured for captured, _ in calls]
 

@@ -1,9 +1,9 @@
-"""One step signature: the single record of all that a session keeps of it.
+"""One step signature: the single record of all facts that a session keeps of it.
 
-Steps are of one signature where they run the same captured graphs forward in the same order. `History` owns the
-signatures, and hands them out by these graphs: nothing else in a session keeps a table of signatures. What a step runs,
-and its plan, are frozen records that are replaced as a whole. So what fails halfway is undone by putting the record
-before it back.
+Steps have the same signature if they run the same captured graphs forward in the same order. `History` owns the
+signatures and returns them by these graphs; nothing else in a session keeps a table of signatures. The recorded step
+and the plan are frozen records that are replaced as a whole. So a change that fails halfway is undone by assigning the
+record before it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ..planning.plan import Plan
 from ..running.program import Program
 from .recorded_step import RecordedStep
 
-TRIES = 4  # eager steps to measure in a row, until one shows its peak
+TRIES = 4  # most eager steps to measure in a row until one shows its peak
 
-GraphNumbers = tuple[int, ...]  # of the captured graphs that a step runs forward, in order
-Start = tuple[int, int]  # of a step: bytes of its arguments, and how many graphs of earlier steps wait then
+GraphNumbers = tuple[int, ...]  # numbers of the captured graphs that a step runs forward, in order
+Start = tuple[int, int]  # how a step starts: bytes of its arguments, and number of graphs of earlier steps that wait
 
 
 class Reason(Enum):
@@ -41,35 +41,34 @@ class Reason(Enum):
 
 @dataclass
 class Watched:
-    """What was watched of the steps of one signature (`watching`)."""
+    """Which steps of one signature were watched, and what they showed (`watching`)."""
 
-    looks: Counter[Reason] = field(default_factory=Counter)  # how often they were watched, by reason
-    steps: int = 0  # steps so far
-    higher: int = 0  # steps for which more was predicted than for measured ones
-    has_grown: bool = False  # whether a step was seen to take more outside of its plan than measured ones
-    # The most that was seen to be allocated between the forwards and the backward of one of them; None before one was
-    # measured.
+    looks: Counter[Reason] = field(default_factory=Counter)  # number of watched steps by reason
+    steps: int = 0  # number of steps so far
+    higher: int = 0  # number of steps with a higher predicted peak than that of measured steps
+    has_grown: bool = False  # whether a step took more outside of its plan than measured steps
+    # Most bytes allocated between the last forward and the backward of a step; None before a step was measured.
     allocated_bytes: int | None = None
 
 
 @dataclass
 class Sights:
-    """How the steps of one signature have come."""
+    """How often and how steps of one signature ran."""
 
-    count: int = 0  # how often
+    count: int = 0  # number of captured steps
     is_by_plans: bool = False  # whether every forward of some step ran by a plan, of this or another signature
-    # Whether some step was made from traces of other sizes, and not even the least memory fitted.
+    # Whether some step ran code made from traces of other sizes, and not even the least memory fitted.
     fits_nothing: bool = False
-    # Whether traces of other sizes do not tell the programs of a plan of it: it gets none.
+    # Whether traces of other sizes don't determine the programs of its plan: then it gets no plan.
     has_no_programs: bool = False
-    waited: frozenset[int] = frozenset()  # how many graphs of earlier steps waited for their backward as steps began
+    waited: frozenset[int] = frozenset()  # counts of earlier graphs that waited for a backward as its steps began
 
     def is_worth_a_plan(self, is_made: bool) -> bool:
-        """Whether steps have come so that a plan of their own may pay.
+        """Whether a plan of its own may pay for the signature.
 
         Args:
-            is_made: Whether they run code that was made from traces of other sizes: these run by what is decided for
-                all sizes, wherever that fits.
+            is_made: Whether its steps run code made from traces of other sizes: such steps follow decisions for all
+                sizes of the code, as long as some fit.
         """
         if not is_made:
             return self.count > 1 or not self.is_by_plans
@@ -81,60 +80,60 @@ class StepSignature:
     """One step signature."""
 
     graphs: GraphNumbers  # the captured graphs that it runs forward, in order: no other signature has the same
-    # What it runs, as it was recorded; None before that, and where it is to be recorded anew.
+    # The step as it was recorded; None before that, and after it was dropped to be recorded again.
     step: RecordedStep | None = None
-    # What each call of a planned module is given in it; None before it is planned.
+    # Types and shapes of the tensors that each call of a planned module is given; None before it is planned.
     calls: tuple[ModuleCall, ...] | None = None
-    # The first signature that runs the same code, at whatever sizes; None before it is planned.
+    # The first recorded signature that runs the same code, at any sizes; None before it is planned.
     code: StepSignature | None = None
-    # The signature that was foreseen from it at the largest sizes, and what its sizes become there.
+    # The signature foreseen from it at the largest sizes, and each of its sizes with the one that it becomes there.
     largest: tuple[StepSignature, Mapping[int, int]] | None = None
-    # What existed before its steps, by the state of the gradients.
+    # The memory before its steps, by the state of the gradients.
     before: Mapping[GradientState, Resident] = field(default_factory=dict)
-    # How often the memory before steps had grown, and what was retained, as its plan was checked last.
+    # How often the memory before steps had grown, and the retained bytes, when its plan was checked last.
     checked_at: tuple[int, int] = (0, 0)
-    plan: Plan | None = None  # its plan, None before there is one
-    # The program for each place in its sequence of forwards.
+    plan: Plan | None = None  # None before there is one
+    # The program of each forward with a backward, by its place in the step.
     programs: Mapping[int, Program] = field(default_factory=dict)
-    is_ahead: bool = False  # whether it is planned ahead of its first step, at the largest sizes
+    is_ahead: bool = False  # whether it is planned before its first step, at the largest sizes
     counts_on_freed_gradients: bool = False  # whether its plan counts gradients as freed that stay allocated
-    is_searching: bool = False  # whether its next step is the first in which cuDNN chooses algorithms
-    backwards_vary: bool = False  # whether some of its steps have other backwards than others
-    sights: Sights = field(default_factory=Sights)  # how its steps have come
-    watched: Watched = field(default_factory=Watched)  # what was watched of them
-    # Of a plan that saves no memory where nothing fits: whether an eager step took no more, None before one has shown
-    # its peak. Of one that recomputes nothing: False once a step without it took more than the budget, else None.
+    is_searching: bool = False  # whether its next step is the first in which cuDNN tries algorithms
+    backwards_vary: bool = False  # whether its steps differ in the backwards that they run
+    sights: Sights = field(default_factory=Sights)  # how often and how its steps ran
+    watched: Watched = field(default_factory=Watched)  # which of its steps were watched
+    # For a plan that saves no memory under a budget that nothing fits: whether an eager step took no more, None before
+    # one showed its peak. For a plan that recomputes nothing: False once an eager step exceeded the budget, else None.
     is_given_back: bool | None = None
-    eager_tries: int = 0  # how many eager ones were measured that did not show their peak
-    announced: Plan | None = None  # the plan that a user was told of last, as it was then; None for nothing
-    shown: Plan | None = None  # the plan whose measurement was shown last, as it was then; None for none
-    # Where it is the first signature of its code, decisions for all sizes of that.
+    eager_tries: int = 0  # number of eager steps that were measured
+    announced: Plan | None = None  # the plan that was reported last, as it was then
+    shown: Plan | None = None  # the plan whose measurement was shown last, as it was then
+    # Decisions for all sizes of its code; only the first signature of a code (`of_code`) uses its ladder.
     ladder: Ladder = field(default_factory=Ladder)
-    # Where it is that signature, the sizes of the calls of its steps.
+    # The sizes of the calls of steps of its code, likewise.
     sizes_of_calls: SizesOfCalls = field(default_factory=SizesOfCalls)
 
     @property
     def of_code(self) -> StepSignature:
-        """The signature that stands for its code, at whatever sizes."""
+        """The first recorded signature of its code: it holds what is common to all sizes."""
         return self.code or self
 
     @property
     def recorded(self) -> RecordedStep:
-        """What it runs, where it was recorded."""
+        """The recorded step, which must exist."""
         assert self.step is not None, "only signatures that were recorded are planned"
         return self.step
 
     @property
     def own_plan(self) -> Plan:
-        """Its plan, where it has one."""
+        """The plan, which must exist."""
         assert self.plan is not None, "asked of signatures that have a plan"
         return self.plan
 
     def gains_nothing(self, eager_bytes: int, free_bytes: Callable[[], int]) -> bool:
-        """Whether it needs no plan, once that was measured: it recomputes nothing, and steps fit without it.
+        """Whether its steps may run without the plan, once the plan was timed: it recomputes nothing, and eager fits.
 
-        So it is too where nothing fits and the plan saves no memory. `eager_bytes` are what a step adds without the
-        plan, `free_bytes` returns what the device could still hand out.
+        They may too if nothing fits the budget and the plan saves no memory. `eager_bytes` are the bytes that an eager
+        step adds; `free_bytes` returns the bytes that the device could still allocate.
         """
         plan, step = self.own_plan, self.recorded
         if plan.measured.step_ms is None or step.waits:
@@ -146,7 +145,7 @@ class StepSignature:
         return plan.budget.is_whole or eager_bytes <= replace(plan.room, margin_bytes=step.margin_bytes).step_bytes
 
     def saves_nothing(self, eager_bytes: int, free_bytes: Callable[[], int]) -> bool:
-        """Whether nothing fits, its plan saves no memory, and the device has memory to run without it.
+        """Whether its plan saves no memory under a budget that nothing fits, and the device has memory for eager steps.
 
         The arguments are those of `gains_nothing`.
         """
@@ -157,10 +156,10 @@ class StepSignature:
         return eager_bytes - self.own_plan.planned.peak_bytes < free_bytes()
 
     def ran_without_plan(self, peak_bytes: int | None, plan_bytes: int) -> None:
-        """Learn the peak of an eager step whose plan saves no memory, None where the measurement did not see all.
+        """Set `is_given_back` by the peak of an eager step whose plan saves no memory.
 
-        `plan_bytes` are what a step takes by the plan. If more was taken without it, the plan stays; so it does where
-        several steps have not shown their peak.
+        The plan stays if the eager step took more than `plan_bytes`, its peak by the plan, or if `TRIES` steps did not
+        show their peak (None).
         """
         self.eager_tries += 1
         if peak_bytes is not None or self.eager_tries == TRIES:

@@ -1,8 +1,8 @@
-"""Which steps are watched: their memory measured, their operations timed, or neither. One fixed schedule decides.
+"""Which steps are watched, that is, their memory measured or their operations timed: by a fixed schedule.
 
-A reason to watch steps of a signature gets a few looks at once, then one after 64 steps of the signature, one after
-128, 256, and so on. So watching takes ever less of the time, whatever step signatures come in whatever order. What code
-outside of a plan takes is seen at little cost in all other steps (`between`): where it has grown, the next step is
+For each reason, a few steps of a signature are watched at once, then one after 64 steps of the signature, after 128,
+256, and so on. So the share of time spent on watching falls, whatever the order of signatures. All other steps show at
+little cost whether code outside of the plan allocates more (`memory.metering.Between`); if so, the next step is
 measured.
 """
 
@@ -15,12 +15,12 @@ from ..housekeeping import Latest
 from ..planning.headroom import GUARD_BYTES, guard_bytes
 from .step_signature import Reason, StepSignature, Watched
 
-OFTEN = 2  # steps that came before one is measured for a higher prediction: gradients may be left to a step by chance
-IN_A_ROW = 8  # steps that are measured at most until one of a signature comes whose frees are seen
+OFTEN = 2  # measure a higher prediction again after so many steps: gradients may exist before one step by chance
+IN_A_ROW = 8  # most consecutive steps to measure until one of the signature shows what it frees
 
 
 class Saw(Enum):
-    """What came of measuring a step."""
+    """What the measurement of a step has shown."""
 
     NOTHING = "nothing of use for its plan"
     NO_FREES = "not what it freed, since the step before was not measured"
@@ -29,13 +29,13 @@ class Saw(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LookSchedule:
-    """When to look for a reason."""
+    """How many steps to watch for one reason, and when."""
 
-    at_once: int  # looks that it gets at once
-    first: int = 64  # steps of the signature after which it gets the next one, then twice as many, and so on
+    at_once: int  # number of steps to watch at once
+    first: int = 64  # watch the next one after so many steps of the signature, then after twice as many, and so on
 
     def is_due(self, looks: int, steps: int) -> bool:
-        """Whether there is another look after so many looks and steps."""
+        """Whether to watch another step, after so many watched steps of so many."""
         return looks < self.at_once or steps >= self.first << (looks - self.at_once)
 
 
@@ -47,29 +47,30 @@ SCHEDULES = {
     Reason.AGAIN: LookSchedule(at_once=0, first=8),
     Reason.ITERATION: LookSchedule(at_once=8),
 }
-TO_PLAN = LookSchedule(at_once=64)  # of all signatures and sizes
-OF_NEW_PLAN = 2  # looks at the peak and the time of a plan, at once
+TO_PLAN = LookSchedule(at_once=64)  # measured to make plans, for all signatures and sizes together
+OF_NEW_PLAN = 2  # least number of steps to watch for the peak of a new plan, and for its time
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What is watched in a step."""
+    """Whether a step is measured or timed."""
 
-    reason: Reason | None = None  # why, None for no reason
+    reason: Reason | None = None  # why; None if it is not watched
     is_measured: bool = False  # whether its memory is measured
     is_timed: bool = False  # whether its operations are timed
 
 
 class WatchPolicy:
-    """Decides what is watched."""
+    """Decides which steps are measured or timed."""
 
     def __init__(self) -> None:
-        self._without_plans = Watched()  # steps that came before there was any plan
-        self._looks_to_plan = self._count = 0  # of steps that have ended
-        self._missed = Latest[StepSignature, None](64)
-        self._largest_bytes = 0
-        self._unseen: tuple[StepSignature, Reason | None] | None = None  # of a look that saw no frees
-        self._left_in_a_row = 0
+        self._without_plans = Watched()  # watched steps before there was any plan
+        self._looks_to_plan = self._count = 0  # steps measured to make plans, and all steps that have ended
+        self._missed = Latest[StepSignature, None](64)  # signatures to plan whose step was not measured
+        self._largest_bytes = 0  # most bytes of arguments of a step
+        # Signature and reason of a step whose frees were not seen: the next steps are measured too.
+        self._unseen: tuple[StepSignature, Reason | None] | None = None
+        self._left_in_a_row = 0  # how many of them
 
     def step_begins(
         self,
@@ -80,16 +81,16 @@ class WatchPolicy:
         is_free: bool = True,
         is_on_host: bool = False,
     ) -> Look:
-        """Decide about a step that begins now.
+        """Decide whether to measure or time a step that begins now.
 
         Args:
-            likely: The planned signature that it is likely to be of, None where nothing has a plan.
-            foreseen: The signature that it is likely to be of, planned or not; None where nothing like it came before.
-            size_bytes: Of what it is called with.
-            is_piece: Whether graphs wait in its iteration, and what that makes beside them was not seen.
-            is_free: Whether nobody measures already.
-            is_on_host: Whether it runs on the CPU, where its operations can be timed while its memory is measured: a
-                GPU's events would count how long it waits for the host.
+            likely: The planned signature that it likely has; None if there is no plan.
+            foreseen: The signature that it likely has, planned or not; None if no step has started like it.
+            size_bytes: Bytes of its arguments.
+            is_piece: Whether graphs wait in its iteration, and memory that the iteration adds was not measured.
+            is_free: Whether memory is not being measured already.
+            is_on_host: Whether it runs on the CPU, where its operations can be timed while its memory is measured: on a
+                GPU the events would include time in which it waits for the host.
         """
         is_new = size_bytes > self._largest_bytes or foreseen in self._missed
         reason = Reason.PLAN if likely is None or is_new else _reason(likely, is_piece, is_free)
@@ -109,7 +110,7 @@ class WatchPolicy:
         return Look(reason, is_measured, reason is Reason.TIME or (is_measured and likely is None and is_on_host))
 
     def step_ended(self, look: Look, signature: StepSignature, saw: Saw = Saw.NOTHING) -> None:
-        """Learn that a step has ended, and what came of measuring it; of one that failed nothing is learned."""
+        """Count a step that has ended, with what its measurement has shown; not called for a step that failed."""
         self._count += 1
         signature.watched.steps += 1
         if saw is Saw.PEAK:
@@ -123,22 +124,22 @@ class WatchPolicy:
             self._unseen = None
 
     def planned(self, signature: StepSignature) -> None:
-        """Learn that a step signature has another plan, whose peak and time are to be seen."""
+        """Watch steps of a signature again, for the peak and the time of its new plan."""
         looks = signature.watched.looks
         for reason in (Reason.PEAK, Reason.TIME):
             looks[reason] = min(looks[reason], SCHEDULES[reason].at_once - OF_NEW_PLAN)
 
     def missed(self, signature: StepSignature) -> None:
-        """Learn that a step was to be measured, for its signature to be planned, and was not."""
+        """Measure the next step of a signature, which is to be planned but was not measured."""
         self._missed[signature] = None
 
     def found(self, signature: StepSignature) -> None:
-        """Learn that a step was measured whose signature has no plan."""
+        """Note that a step of a signature without a plan was measured."""
         self._missed.pop(signature, None)
 
 
 def _reason(signature: StepSignature, is_piece: bool, is_free: bool) -> Reason | None:
-    """Find why to watch a step that is likely of a planned signature, None for no reason."""
+    """Return why to watch a step that likely has a planned signature; None for no reason."""
     measured, own = signature.own_plan.measured, signature.watched
     if measured.peak_bytes is None or (is_free and own.higher >= OFTEN and _is_higher(signature)):
         return Reason.PEAK
@@ -152,7 +153,7 @@ def _reason(signature: StepSignature, is_piece: bool, is_free: bool) -> Reason |
 
 
 def _is_higher(signature: StepSignature) -> bool:
-    """Whether clearly more is predicted for steps of a signature than for those whose peaks were measured."""
+    """Whether the predicted peak of a signature is clearly above that of its measured steps."""
     plan, predicted_bytes = signature.own_plan, signature.own_plan.measured.predicted_bytes
     higher_bytes = 0 if predicted_bytes is None else plan.planned_peak_bytes - predicted_bytes
-    return higher_bytes > guard_bytes(plan.budget_bytes)  # and not by a loss that is kept
+    return higher_bytes > guard_bytes(plan.budget_bytes)  # a loss that is kept is smaller
