@@ -147,9 +147,9 @@ def _overwritten(captured: Captured, absence: Absence) -> tuple[Graph, dict[fx.N
     tensor_of = {value: index for index, value in enumerate(captured.fx_values)}
     merged: dict[int, int] = {}
     for total, term in absence.replaced.items():
-        into, of = graph.tensors[tensor_of[term]].storage, graph.tensors[tensor_of[total]].storage
-        if into is not None and of is not None:
-            merged[of] = merged.get(into, into)
+        kept, dropped = graph.tensors[tensor_of[term]].storage, graph.tensors[tensor_of[total]].storage
+        if kept is not None and dropped is not None:
+            merged[dropped] = merged.get(kept, kept)
     tensors = tuple(t if t.storage not in merged else replace(t, storage=merged[t.storage]) for t in graph.tensors)
     absent = {graph.tensors[tensor_of[value]].storage for value in absence.values if value in tensor_of}
     backward = (captured.fx_nodes[index] for index in graph.backward)

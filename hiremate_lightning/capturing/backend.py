@@ -248,7 +248,7 @@ class _Compilation:
 
 
 def _stub_modules(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Make the modules of the forward and of the backward; what one saves for the other is an empty token."""
+    """Make the stub modules of the forward and the backward; their only saved tensor is an empty token."""
     forward, backward, values = fx.Graph(), fx.Graph(), dict[fx.Node, fx.Node]()
     _, _, *descriptions = aot.joint_outputs(captured.joint, len(captured.forward_outputs))
     with tensor_state.fake_mode_of([n.meta.get("val") for n in captured.placeholders]):

@@ -257,10 +257,10 @@ class _Builder:
 
     def _take_size(self, tensor: int, source: int) -> None:
         """Raise the size of a copied view's storage to the size of the viewed storage: the kernel copies all of it."""
-        to, of = self.tensors[tensor].storage, self.tensors[source].storage
-        if to is not None and of is not None:
-            size_bytes = max(self.storages[to].size_bytes, self.storages[of].size_bytes)
-            self.storages[to] = replace(self.storages[to], size_bytes=size_bytes)
+        copy, viewed = self.tensors[tensor].storage, self.tensors[source].storage
+        if copy is not None and viewed is not None:
+            size_bytes = max(self.storages[copy].size_bytes, self.storages[viewed].size_bytes)
+            self.storages[copy] = replace(self.storages[copy], size_bytes=size_bytes)
 
     def _add_node(self, node: fx.Node, direction: Direction, overwritten: frozenset[int]) -> int:
         index = len(self.nodes)

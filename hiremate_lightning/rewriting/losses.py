@@ -192,8 +192,8 @@ def _source_of(logarithms: fx.Node) -> fx.Node:
     is_copy = before.target is aten._to_copy.default and before.kwargs.keys() <= _OPTIONS
     if is_copy and before.users.keys() == {reader}:
         source = nodes.source_of(before)
-        of, shape = source.meta["val"], logarithms.meta["val"].shape
-        if of.dim() > 1 and of.shape[-1] == shape[1] and not of.is_complex():
+        logits, shape = source.meta["val"], logarithms.meta["val"].shape
+        if logits.dim() > 1 and logits.shape[-1] == shape[1] and not logits.is_complex():
             return source
     return nodes.source_of(logarithms)
 

@@ -32,7 +32,7 @@ _ORDER_DEPENDENT_ON_GPU = re.compile(
     r"index_reduce|put|segment_reduce|histc|bincount|cumsum|cumprod|logcumsumexp|kthvalue|median|nanmedian|mode|"
     r"max_unpool2d|max_unpool3d|nll_loss2d_forward|_sparse_mm|_sparse_addmm|_cudnn_ctc_loss)\b"
 )
-# Higher-order operators whose second run gives the same values if those of the nodes in their subgraphs do.
+# Higher-order operators whose second run gives the same values if the operators in their subgraphs do so.
 _CALLS_SUBGRAPHS = {"associative_scan", "cond", "flex_attention", "invoke_subgraph", "map_impl", "scan"}
 _CALLS_SUBGRAPHS |= {"while_loop", "while_loop_stack_output"}
 CALLS_AN_OPERATOR = {"auto_functionalized", "auto_functionalized_v2"}  # they call an operator that mutates arguments
@@ -310,7 +310,7 @@ def updates_under_checkpoint(joint: fx.GraphModule) -> bool:
 
 
 def forward_nodes(joint: fx.GraphModule, outputs: Sequence[Any]) -> set[fx.Node]:
-    """Return the nodes that must run in the forward: those its outputs need, and those with eager's forward effects."""
+    """Return the nodes that must run in the forward: inputs of its outputs, and side effects of eager's forward."""
     of_tangents = reached(filter(aot.is_tangent, joint.graph.nodes), attrgetter("users"))
     roots = [n for n in outputs if isinstance(n, fx.Node)]
     for node in computations(joint):
