@@ -3,7 +3,7 @@
 In the middle of an iteration, graphs wait for a later backward, eager code between such a graph and its loss has saved
 tensors, and a script may hold gradients and weights that it has made. They can't be counted tensor by tensor. On CUDA
 all allocated memory counts. On a CPU the allocator's events show it if each step of the iteration is measured.
-CONTRIBUTING.md draws left, stale, waiting, retained and beside on the time line of a step.
+CONTRIBUTING.md draws these words on the time line of a step.
 """
 
 from __future__ import annotations
@@ -148,13 +148,9 @@ class Iterations:
     def step_begins(
         self, before: StepRecord | None, signature: Numbers | None, waiting: Numbers, has_stepped: bool
     ) -> None:
-        """Begin a step.
+        """Begin a step, after an optimizer's step or not, beside the parts that wait for a backward.
 
-        Args:
-            before: Record of the previous step; None if not all of its allocations were seen.
-            signature: Signature of the previous step; None if unknown.
-            waiting: Identities of the parts that wait for a backward.
-            has_stepped: Whether an optimizer has stepped since the latest backward.
+        `before` and `signature` are of the previous step; None if not all of its allocations were seen, or if unknown.
         """
         waited, existing_bytes = bool(self._place[1]), self._existing_bytes
         grown_bytes = None if before is None else before.grown_bytes
@@ -184,10 +180,7 @@ class Iterations:
         return resident.with_beside(beside_bytes)
 
     def note_uncounted(self, uncounted: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors whose storages are from before the iteration; `note_and_add` counts the others.
-
-        If an iteration begins, or its bytes are not known, all storages are stored as from before it.
-        """
+        """Return the tensors from before the iteration; at its beginning, or if not seen, store and return all."""
         tensors = list(uncounted)
         if self._begins or not self._have_waited or self._existing_bytes is None:
             self._storages_before = {tensor_state.storage_id(t): tensor_state.watch_storage(t) for t in tensors}

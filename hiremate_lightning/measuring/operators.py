@@ -62,14 +62,10 @@ def runner(
     layouts: Mapping[fx.Node, torch.Tensor] | None = None,
     device: torch.device | None = None,
 ) -> Callable[[], Any]:
-    """Return a function that runs one operation of a captured graph on made-up inputs.
+    """Return a function that runs one operation of a captured graph on made-up inputs, on its device or another.
 
-    Args:
-        captured: The captured graph.
-        index: The operation's index in it.
-        course: A function to call with the operation's arguments instead of the operation; None for the operation.
-        layouts: Inputs with other strides than they were traced with.
-        device: The device to run on; None for the graph's own.
+    `course` is called instead of the operation, with its arguments. `layouts` has the inputs whose strides differ from
+    the trace.
     """
     record, node = captured.graph.nodes[index], captured.fx_nodes[index]
     made: dict[fx.Node, Any] = {}
@@ -137,8 +133,7 @@ def _choose(mask: torch.Tensor, count: int) -> None:
 def _finished(run: Callable[[], Any], finish: Finish, made: Mapping[fx.Node, Any]) -> Any:
     """Run an operation, and the operations that finish one of its results; return all results.
 
-    The operation is passed as a function: while TorchDynamo watches frames, a caller that had run it would hold its
-    result until this call ends.
+    The operation runs here: while TorchDynamo watches frames, a caller would hold its result until this call ends.
     """
     result = run()
     parts = [result] if isinstance(result, torch.Tensor) else list(result)

@@ -150,12 +150,9 @@ def measure(
 ) -> Profile:
     """Measure each distinct operation of a captured graph; operations that can't run alone get the analytic estimate.
 
-    Args:
-        captured: The captured graph.
-        cache: Costs measured before; receives the new ones.
-        repeats: Most timed runs of each operation.
-        progress: Receives the number of operations measured, and their total.
-        announce: Receives each operator that can't run alone, and a message about it.
+    `cache` has costs measured before and receives the new ones. `repeats` limits the timed runs of each operation.
+    `progress` receives the numbers of measured operations and of all, `announce` an operator that can't run alone and a
+    message about it.
     """
     graph, measures_times = captured.graph, thresholds.current.measures_times
     costs = cache.costs_on(captured.device)

@@ -35,14 +35,8 @@ class StepRecord:
     """The record of one step: its runs, and its memory from mark to mark.
 
     The host's allocator reports the size of a release only if the allocation was watched too, and a step frees
-    gradients of the previous one. So the peak of a step is measured only if the previous step was.
-
-    Args:
-        device: The planned device; None if the step runs on tensors without memory.
-        resident: Memory that exists when the step begins.
-        sees_frees: Whether each free of resident memory is seen, see `ResidentMemory.sees_frees`.
-        root: The model, if FSDP2 may have sharded it.
-        meter: The meter to use; None for a `MemoryMeter` if memory can be measured.
+    gradients of the previous one. So the peak of a step is measured only if the previous step was (`sees_frees`).
+    `device` is None if tensors have no memory; `root` is the model that FSDP2 may have sharded.
     """
 
     def __init__(
@@ -72,7 +66,7 @@ class StepRecord:
         self._is_closed = False
         self._unwatch: list[Callable[[], Any]] = []
         self.allocated_bytes = 0  # bytes allocated between the last forward and the first backward, on a CPU
-        # Growth of live bytes from the step's start until it is closed before the next step; None if not all was seen.
+        # Growth of live bytes from the step's start to the next step; None if not all was seen.
         self.grown_bytes: int | None = None
         # Memory from mark to mark, once the measurement has ended; without releases of uncounted, older memory.
         self.spans: Sequence[Interval] = ()

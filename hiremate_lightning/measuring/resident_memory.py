@@ -32,10 +32,8 @@ WATCHED_STEPS = 16  # number of first steps in which to check whether gradients 
 class ResidentMemory:
     """Counts the memory that exists before the steps of a model.
 
-    Args:
-        root: The model.
-        waiting: Returns the saved values of captured forwards whose backward is still to come.
-        retained: Returns the saved values that a backward has kept for another backward.
+    `waiting` returns the saved values of captured forwards whose backward is still to come, `retained` those that a
+    backward has kept for another backward.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class Profile:
     """Costs by node of a graph."""
 
     time_ms: tuple[float, ...]  # milliseconds of one run
-    # Bytes that only the running node needs, beyond its outputs. Below 0 where an output takes a dying value's memory.
+    # Bytes that a node needs only while it runs, beyond its outputs; below 0 if an output takes a dying value's memory.
     workspace_bytes: tuple[int, ...]
     device: str  # where it was measured, or "estimate"
     link: Link | None = None  # how fast the device copies to the host and back; None where nothing is copied
@@ -53,13 +53,13 @@ def profile_from(fields: Mapping[str, Any]) -> Profile:
 
 
 def in_eager(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
-    """Return a step as eager PyTorch runs it: where it is known to, that holds, reads or needs more."""
+    """Return a step as eager PyTorch runs it, with the larger storages, workspaces and reads that are known of it."""
     storages = tuple(replace(s, size_bytes=s.size_bytes * s.plain_times, plain_times=1) for s in graph.storages)
     nodes = list[Node]()
     for node in graph.nodes:
         if node.plain_inputs:
             node = replace(node, inputs=tuple(dict.fromkeys((*node.inputs, *node.plain_inputs))))
-        if node.checkpoint is not None:  # the user's code runs it again
+        if node.checkpoint is not None:  # `torch.utils.checkpoint` runs it again
             node = replace(node, is_random=False, reads_mutated=False)
         nodes.append(node)
     pairs = zip(graph.nodes, profile.workspace_bytes, strict=True)
@@ -82,7 +82,7 @@ A100 = Machine(flops_per_ms=19.5e9, bytes_per_ms=1.555e9)  # NVIDIA's data sheet
 
 
 def estimate(graph: Graph, machine: Machine = Machine()) -> Profile:
-    """Estimate each node's time as its arithmetic plus its memory traffic; workspaces are taken as 0."""
+    """Estimate each node's time as the sum of its arithmetic and its memory traffic; workspaces are 0."""
 
     def node_ms(index: int) -> float:
         node = graph.nodes[index]
@@ -100,5 +100,5 @@ def estimate(graph: Graph, machine: Machine = Machine()) -> Profile:
 
 
 def step_time_ms(graph: Graph, profile: Profile) -> float:
-    """Add up the time of the step without recomputation."""
+    """Return the time of the step without recomputation."""
     return sum(profile.time_ms[n] for n in (*graph.forward, *graph.backward))

@@ -1,11 +1,11 @@
-"""Numbers of a step at other sizes, from their values where it was traced: exact by expressions, or near by lines.
+"""Numbers of a step at other sizes, from their values at traced sizes: exact by expressions, or near by lines.
 
 Shapes of views, strides and bytes are constants, or a factor times a product of up to three sizes, plus a constant. Two
-samples are not enough: `length * length` at 40 and 46 lies on a line too. Where several expressions have the same
-values at all samples, there is none: such numbers are refused, or bounded from above. Quotients are left out, since
+samples are not enough: `length * length` at 40 and 46 lies on a line too. If several expressions have the same values
+at all samples, none of them counts: the number is refused, or bounded from above. Quotients are no expressions, because
 they take few values: `length // 3` is 13, 15 and 19 at 40, 46 and 59, and so is `2 * ceil(length / 8) + 3`. The code
-that captures a step sees its quotients, and passes them as sizes of their own. Lines need two samples and one size that
-varies. They serve where a real step checks the prediction, as a search for the largest batch does.
+that captures a step finds its quotients, and passes them as additional sizes. Lines need two samples and one size that
+varies. They are used if a real step checks the prediction, as in a search for the largest batch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from itertools import combinations_with_replacement
 from ..errors import HiRemateError
 
 Sizes = tuple[int, ...]
-Values = tuple[int, ...]  # of a number, in each sample
+Values = tuple[int, ...]  # the values of a number in the samples
 Number = Callable[[Sizes], int]
 
-LEAST_SAMPLES = 3  # two find an expression, the third one checks it
-LEAST_SAMPLES_OF_TWO_TERMS = 4  # since there are more of these
+LEAST_SAMPLES = 3  # two samples find an expression, the third one checks it
+LEAST_SAMPLES_OF_TWO_TERMS = 4  # more, because there are more expressions of two terms
 MOST_FACTORS = 3
-MAX_POWER = 2.0  # of the size, that anything measured on a line is taken to grow by
+MAX_POWER = 2.0  # beyond its samples, a measured number grows at most with this power of the size
 BITS = {0, 1}
 
 
@@ -39,21 +39,21 @@ class WrongAtSizesError(SizesDifferError):
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A factor times a product of sizes, and a constant, which may be times some of these sizes too."""
+    """A factor times a product of sizes, plus a constant, which may be multiplied by some of these sizes."""
 
     factor: int
-    dimensions: tuple[int, ...]  # positions of the sizes in the product, in ascending order, as often as they are in it
+    dimensions: tuple[int, ...]  # positions of the sizes in the product, ascending, once for each power
     constant: int = 0  # the number that is added
     # Positions of the sizes that multiply the constant: in `8 * batch * (length + 1)`, the batch.
     of_constant: tuple[int, ...] = ()
 
     def at(self, sizes: Sizes) -> int:
-        """Return the number at some sizes."""
+        """Return the number at these sizes."""
         constant = self.constant * math.prod(sizes[d] for d in self.of_constant)
         return self.factor * math.prod(sizes[d] for d in self.dimensions) + constant
 
     def source(self, names: Sequence[str]) -> str:
-        """Write the expression as Python, where the sizes have these names."""
+        """Return the expression as Python source, with these names of the sizes."""
         if not self.dimensions:
             return str(self.factor + self.constant)
         product, constant = (
@@ -64,7 +64,7 @@ class Expression:
 
 
 def expression_of(samples: Sequence[Sizes], values: Sequence[int], what: str = "a number") -> Expression:
-    """Find the expression that has given values.
+    """Return the only expression with these values at the samples.
 
     Raises:
         SizesDifferError: If there is none.
@@ -76,19 +76,19 @@ def expression_of(samples: Sequence[Sizes], values: Sequence[int], what: str = "
 
 
 def exactly(samples: Sequence[Sizes], values: Values, is_measured: bool) -> Number | None:
-    """Return the function from sizes to a number that is an expression of them; None where it has none."""
+    """Return the function from sizes to a number, by its expression; None if it has none."""
     expression = find_expression(samples, values)
     return None if expression is None else expression.at
 
 
 def on_line(samples: Sequence[Sizes], values: Values, is_measured: bool) -> Number:
-    """Return the function from one size to a number on the line through its values: a whole, or a measured one."""
+    """Return the function from one size to a number on the line through its values, see `Line`."""
     line = Line(*zip(*sorted(zip((size for (size,) in samples), values, strict=True)), strict=True))
     return lambda sizes: math.ceil(line.measured(*sizes)) if is_measured else line.whole(*sizes)
 
 
 def find_expression(samples: Sequence[Sizes], values: Sequence[int]) -> Expression | None:
-    """Find the only expression that has given values, one at the sizes of each sample; None where there is no such."""
+    """Return the only expression with these values at the samples; None if there is none, or more than one."""
     if len(set(values)) == 1:
         return Expression(0, (), values[0])
     candidates = [
@@ -100,7 +100,7 @@ def find_expression(samples: Sequence[Sizes], values: Sequence[int]) -> Expressi
 
 
 def _products(samples: Sequence[Sizes]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """Yield the products of sizes, with their values; no squares of sizes that are 0 or 1: they equal their squares."""
+    """Yield the products of sizes, with their values; no powers of a size that is 0 or 1 in all samples."""
     bits = {d for d, column in enumerate(zip(*samples, strict=True)) if set(column) <= BITS}
     for count in range(1, MOST_FACTORS + 1):
         for dimensions in combinations_with_replacement(range(len(samples[0])), count):
@@ -110,7 +110,7 @@ def _products(samples: Sequence[Sizes]) -> Iterator[tuple[tuple[int, ...], list[
 
 
 def _candidates_of_two_terms(samples: Sequence[Sizes], values: Sequence[int]) -> Iterator[Expression]:
-    """Yield the expressions that have given values, in which one size of a product has a constant added to it."""
+    """Yield the expressions with these values in which a constant is added to one size of a product."""
     if len(samples) < LEAST_SAMPLES_OF_TWO_TERMS:
         return
     for dimensions, _ in _products(samples):
@@ -127,13 +127,13 @@ def _candidates_of_two_terms(samples: Sequence[Sizes], values: Sequence[int]) ->
 
 
 def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Sizes]:
-    """Leave out of sizes those that never vary, and those that are always a multiple of another one and a constant.
+    """Remove the sizes that never vary in the samples, and those that are a multiple of another size plus a constant.
 
-    Of a size and its half the half stays: where all samples are even, the size is a multiple of that. Returns the sizes
-    of the samples, and other ones, without these.
+    Of a size and its half the half stays, because the size is a multiple of it. Returns the remaining sizes of the
+    samples, and those of `sizes`.
 
     Raises:
-        SizesDifferError: If the sizes are not related to each other as they are in all samples.
+        SizesDifferError: If a removed size in `sizes` does not have the value that the samples imply.
     """
     columns = list(zip(*samples, strict=True))
     kept = list[int]()
@@ -141,7 +141,7 @@ def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Siz
         column, size = columns[index], sizes[index]
         if len(set(column)) == 1:
             expected = {column[0]}
-        elif set(column) == BITS:  # it is its own square then, see `_products`
+        elif set(column) == BITS:  # such a size equals its square, see `_products`
             kept.append(index)
             expected = {size} & BITS or {0}
         else:
@@ -156,7 +156,7 @@ def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Siz
 
 
 def _line_through(sizes: Sequence[int], values: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the whole factor and the constant of the line through sizes and values; an empty list if there is none."""
+    """Return the integer factor and the constant of the line through sizes and values; an empty list if none."""
     (low, least), *_, (high, most) = sorted(zip(sizes, values, strict=True))
     if low == high:
         return []
@@ -168,10 +168,10 @@ def _line_through(sizes: Sequence[int], values: Sequence[int]) -> list[tuple[int
 
 
 class Line:
-    """Values at a few sizes, ascending, or other numbers that they grow with; and at all others.
+    """Predicts a value at any size (or other number that it grows with) from its values at a few ascending sizes.
 
-    A measured value lies on the line between the samples beside it. Beyond the last sample it follows the last two, by
-    their line or, where it grew faster than the size, by that power.
+    A measured value lies on the line between the two nearest samples. Beyond the last sample it follows the line
+    through the last two or, if it grew faster than the size, their power of the size.
     """
 
     def __init__(self, sizes: Sequence[int], values: Sequence[float]) -> None:
@@ -179,30 +179,30 @@ class Line:
         self._values = tuple(values)
 
     def ends(self, size: float) -> tuple[tuple[int, float], tuple[int, float]]:
-        """Return the two sizes between which a size lies, or the nearest two, with the values there."""
+        """Return the two sampled sizes around a size, or the nearest two, with the values there."""
         i = min(max(bisect_right(self._sizes, size) - 1, 0), len(self._sizes) - 2)
         return (self._sizes[i], self._values[i]), (self._sizes[i + 1], self._values[i + 1])
 
     def straight(self, size: float) -> float:
-        """Return the value on the straight line through these two."""
+        """Return the value on the straight line through the two `ends`."""
         (x, low), (y, high) = self.ends(size)
         return low + (high - low) * (size - x) / (y - x)
 
     def whole(self, size: int) -> int:
-        """Return the value on the line, for values that are whole numbers; rounded up, at least 0."""
+        """Return the value of an integer on the line, rounded up, at least 0."""
         if len(self._sizes) == 1:
             return int(self._values[0])
         (x, low), (y, high) = ((end, int(value)) for end, value in self.ends(size))
         return max(0, -((-(low * (y - x) + (high - low) * (size - x))) // (y - x)))
 
     def measured(self, size: float) -> float:
-        """Return a measured value: beyond the last size never less than there, and see `MAX_POWER`."""
+        """Return a measured value; beyond the last size it does not fall, and grows up to `MAX_POWER`."""
         if len(self._sizes) == 1:
             return self._values[0]
         (x, low), (y, high) = self.ends(size)
         on_line = self.straight(size)
         if size <= y:
             return max(0.0, on_line)
-        is_faster = min(x, low) > 0 and high * x > low * y  # than the size
+        is_faster = min(x, low) > 0 and high * x > low * y  # whether the value grows faster than the size
         power = min(MAX_POWER, math.log(high / low) / math.log(y / x)) if is_faster else 0.0
         return max(high, on_line, high * (size / y) ** power if is_faster else 0.0)

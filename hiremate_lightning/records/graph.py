@@ -1,13 +1,13 @@
 """The data-flow graph of one training step, forward and backward, without torch.
 
 A `Node` is one computation. A `Tensor` is one value. Several tensors may share one `Storage` (views, aliases): bytes
-are counted in storages, never in tensors. Everything is indexed by position: `Graph.nodes[i]`, `Graph.tensors[i]`,
-`Graph.storages[i]`, and the records refer to each other by these indices, so that a graph is hashable and comparable.
+are counted in storages, never in tensors. Records refer to each other by their positions in `Graph.nodes`,
+`Graph.tensors` and `Graph.storages`, so that a graph is hashable and comparable.
 
-The backward may recompute a forward tensor by running its recomputer: a *replay* node where its producer has one, which
-brings back what the producer gave (a dropout's output from its input and its mask, the mask from the state that the
-generator had, a batch norm's output from its statistics); else its producer where that is deterministic; else nothing:
-then the tensor can only be saved.
+The backward recomputes a forward tensor by running its recomputer: the *replay* node of its producer if there is one,
+else the producer itself if it is deterministic. Without either the tensor can only be saved. A replay node rebuilds the
+producer's outputs: a dropout's output from its input and mask, the mask from the generator's state, a batch norm's
+output from its statistics.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-OUTSIDE = "outside"  # op of the node that stands for code outside of captured graphs, as between forward and backward
+OUTSIDE = "outside"  # op of a node that stands for uncaptured code, for example between forward and backward
 
 
 class Direction(str, Enum):
@@ -41,7 +41,7 @@ class StorageKind(str, Enum):
 
     @property
     def is_resident(self) -> bool:
-        """Whether the bytes are there before the step and after it."""
+        """Whether the bytes exist before the step and after it."""
         return self in (StorageKind.PARAMETER, StorageKind.INPUT)
 
 
@@ -51,7 +51,7 @@ class Storage:
 
     size_bytes: int  # bytes of the block as its allocator hands it out, 0 if it is not on the planned device
     kind: StorageKind  # its contents
-    plain_times: int = 1  # how many times as large the block is that eager PyTorch holds
+    plain_times: int = 1  # size of the block that eager PyTorch holds instead, as a multiple of `size_bytes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,36 +79,35 @@ class Node:
     key: str = ""
     is_random: bool = False  # draws random numbers; never run twice
     is_mutating: bool = False  # writes to one of its inputs; never run twice
-    # Reads a buffer that the step overwrites, or may read a variable of Python: its second run might see other numbers;
-    # never run twice.
+    # Reads a buffer that the step overwrites, or may read a variable of Python, so that a second run may give other
+    # numbers; never run twice.
     reads_mutated: bool = False
     flops: int = 0  # floating-point operations, 0 where unknown or none
     module: str = ""  # path of the module that called it, "" for none
     source: str = ""  # "file:line" of the user's code, "" for none
     replays: int | None = None  # for a replay node, the node whose outputs it rebuilds
-    # For a node of the backward, a tensor of the forward that it reads and whose memory its result takes where nothing
-    # else is to read that any more.
+    # For a backward node, a forward tensor that it reads last: the result is written to that tensor's memory, unless
+    # other nodes still read it.
     takes: int | None = None
-    plain_bytes: int = 0  # workspace that eager PyTorch needs for the same, 0 where that is taken to be no more
-    plain_inputs: tuple[int, ...] = ()  # tensors that eager PyTorch reads too
+    plain_bytes: int = 0  # workspace of the same operation in eager PyTorch, 0 if it is not known to be larger
+    plain_inputs: tuple[int, ...] = ()  # tensors that only eager PyTorch reads here
     # For a node that the user's code calls in `torch.utils.checkpoint`, the first node of the same call.
     checkpoint: int | None = None
-    # Whether that call keeps its outputs all the same, as a policy of selective checkpointing says.
-    is_saved: bool = False
-    compiled: str = ""  # name of the function that it calls, where its author compiled that; "" for all others
+    is_saved: bool = False  # whether the policy of selective checkpointing keeps its outputs nevertheless
+    compiled: str = ""  # name of the function that it calls, if its author compiled it; "" for others
 
     @property
     def is_pure(self) -> bool:
-        """Whether it gives the same values each time that it runs, and changes nothing else."""
+        """Whether each run gives the same values and changes no other value."""
         return not (self.is_random or self.is_mutating or self.reads_mutated)
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether a plan may run it again."""
+        """Whether a plan may recompute it."""
         return self.direction is Direction.FORWARD and self.is_pure
 
     def behind(self, nodes: int, tensors: int) -> Node:
-        """Return the node behind another graph's nodes and tensors, by which its own indices are shifted."""
+        """Return a copy with its indices shifted by these numbers of nodes and tensors."""
         return replace(
             self,
             inputs=tuple(t + tensors for t in self.inputs),
@@ -135,27 +134,27 @@ class Graph:
     outputs: tuple[int, ...]  # tensors that the forward returns
     gradients: tuple[int, ...]  # tensors that the backward returns; they live to its end
     held: tuple[int, ...] = ()  # tensors that live from their computation to the end of the step, whatever the schedule
-    # Tensors that live to the end of the step where a schedule saves them: their backward will run again.
+    # Tensors that live to the end of the step if a schedule saves them, because their backward will run again.
     retained: tuple[int, ...] = ()
 
     def reading_once(self, storages: Collection[int]) -> Graph:
-        """Return the graph in which nodes that read some storages never run twice: someone else overwrites these."""
+        """Return a copy in which nodes that read these storages run once, because other code overwrites them."""
         on_them = {t for t, tensor in enumerate(self.tensors) if tensor.storage in storages}
         return self.running_once((), [i for i, node in enumerate(self.nodes) if not on_them.isdisjoint(node.inputs)])
 
     def running_once(self, random: Collection[int], reading: Collection[int]) -> Graph:
-        """Return the graph in which nodes never run twice that draw, or may read variables which change later."""
+        """Return a copy in which these nodes run once: they draw random numbers, or may read variables that change."""
         once = (replace(n, is_random=True) if i in random else n for i, n in enumerate(self.nodes))
         nodes = tuple(replace(n, reads_mutated=True) if i in reading else n for i, n in enumerate(once))
         return replace(self, nodes=nodes)
 
     def taking(self, taken: Mapping[int, int | None]) -> Graph:
-        """Return the graph in which some nodes, by index, take the memory of other tensors than before, or of none."""
+        """Return a copy with another `Node.takes` for some nodes, by index."""
         nodes = tuple(replace(n, takes=taken[i]) if i in taken else n for i, n in enumerate(self.nodes))
         return replace(self, nodes=nodes)
 
     def _described(self) -> tuple[list[Any], list[Any], list[Any], tuple[Any, ...]]:
-        """Describe all but sizes, names, and what else holds values: nodes, tensors, storages, orders and ends."""
+        """Return what makes up the code, without sizes, names and `held`: nodes, tensors, storages, orders and ends."""
         nodes = [
             (n.op, n.direction, n.inputs, n.outputs, n.is_random, n.is_mutating, n.reads_mutated, n.replays)
             for n in self.nodes
@@ -166,30 +165,27 @@ class Graph:
 
     @cached_property
     def code(self) -> int:
-        """The number of its code: graphs have the same one where they differ in nothing but sizes and names.
-
-        Nor does it count what else holds values, which is no part of the code.
-        """
+        """A number of the graph's code: equal for graphs that differ only in sizes, names, or held tensors."""
         digest = hashlib.blake2b(repr(self._described()).encode(), digest_size=16).digest()
         return int.from_bytes(digest, "big")
 
     @property
     def at_sizes(self) -> tuple[int, tuple[tuple[int, ...], ...]]:
-        """Its code and its sizes."""
+        """The number of its code, and the shapes of its tensors."""
         return self.code, tuple(tensor.shape for tensor in self.tensors)
 
     def like(self, graph: Graph) -> Graph:
-        """Return this graph, knowing that its code is that of another one: it takes long to number."""
+        """Store another graph's code as the code of this graph, since it takes long to compute; return this graph."""
         vars(self)["code"] = graph.code
         return self
 
     def is_no_larger(self, than: Graph) -> bool:
-        """Whether no tensor is larger in any dimension than in another graph of the same code."""
+        """Whether each tensor is in each dimension at most as large as in another graph of the same code."""
         pairs = zip(self.tensors, than.tensors, strict=True)
         return all(size <= most for one, other in pairs for size, most in zip(one.shape, other.shape, strict=True))
 
     def difference(self, other: Graph) -> str | None:
-        """Describe the first difference from another graph other than sizes and names; None where there is none."""
+        """Describe the first difference from another graph, sizes and names aside; None if there is none."""
         if self.code == other.code and self.held == other.held:
             return None
         nodes, tensors, *_ = zip(self._described(), other._described(), strict=True)
@@ -228,7 +224,7 @@ class Graph:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes by storage that a step allocates: 0 for resident ones."""
+        """For each storage, the bytes that a step allocates for it; 0 for a resident one."""
         return tuple(0 if storage.kind.is_resident else storage.size_bytes for storage in self.storages)
 
     @cached_property
@@ -240,7 +236,7 @@ class Graph:
 
     @cached_property
     def allocates(self) -> tuple[tuple[int, ...], ...]:
-        """For each node, the storages that appear when it runs: those of its outputs that none of its inputs have."""
+        """For each node, the storages that it allocates: those of its outputs on which it has no input."""
         appear = []
         for node in self.nodes:
             read = {self.tensors[t].storage for t in node.inputs}
@@ -251,21 +247,21 @@ class Graph:
         return tuple(appear)
 
     def has_work(self, index: int) -> bool:
-        """Whether a node computes. A node that does not makes a view, and costs nothing."""
+        """Whether a node computes; otherwise it makes a view, which costs nothing."""
         return bool(self.allocates[index] or self.nodes[index].is_mutating or self.nodes[index].flops)
 
 
 def bytes_of(graph: Graph, tensors: Iterable[int]) -> int:
-    """Add up the bytes of tensors, each storage once."""
+    """Return the bytes of tensors, each storage counted once."""
     storages = {graph.tensors[t].storage for t in tensors}
     return sum(graph.sizes[s] for s in storages if s is not None)
 
 
 def taken_bytes(graph: Graph) -> dict[int, int]:
-    """Return, by node of the backward, the bytes of its result that takes the memory of a value of the forward.
+    """Return, by backward node, the bytes of its result that take the memory of a forward tensor (`Node.takes`).
 
-    Only values count that die there in any schedule. Such a node needs that much less than its workspace: both the
-    value and the result are counted while it runs.
+    Only tensors that die there in any schedule count. The node's workspace is reduced by these bytes, because both the
+    tensor and the result are counted while it runs.
     """
     nodes = ((position, index, graph.nodes[index].takes) for position, index in enumerate(graph.backward))
     takers = [(position, index, taken) for position, index, taken in nodes if taken is not None]
@@ -279,10 +275,10 @@ def taken_bytes(graph: Graph) -> dict[int, int]:
 
 
 def _last_reads(graph: Graph) -> dict[int, int]:
-    """Return, by storage, the last place in the backward that may read it, or a value computed from it in the forward.
+    """Return, by storage, the last position in the backward that may read it, or a forward value computed from it.
 
-    Such a value may be computed again, so its readers count. Tensors that stay to the end of the step are read there;
-    the tensors that they were computed from are not.
+    Readers of such a value count, because the value may be recomputed. Tensors that stay to the end of the step count
+    as read there; the tensors that they were computed from do not.
     """
     end, last = len(graph.backward), dict[int, int]()
     for position, index in enumerate(graph.backward):
@@ -303,6 +299,6 @@ def _last_reads(graph: Graph) -> dict[int, int]:
 
 
 def item_bytes(dtype: str) -> int:
-    """Read the bytes of an element from its type's name: the first number in it counts bits."""
+    """Return the bytes of an element from its type's name, whose first number is the bits."""
     bits = re.search(r"\d+", dtype)
     return 1 if bits is None else max(1, int(bits.group()) // 8)

@@ -1,8 +1,8 @@
-"""A captured graph and its costs at sizes that were never traced: its numbers follow from those of a few samples.
+"""A captured graph and its costs at sizes that were never traced, computed from a few samples.
 
-The same code at a few sizes is the same graph, node for node, with other numbers. These follow from the sizes exactly,
-or nearly, along one size (`expressions`). A storage has the bytes of the tensor that fills it, so these are exact even
-where they grow with the square of a length. Times are on a line through the measured ones, over an operation's work.
+Samples are the same code traced at a few sizes: the same graph, node for node, with other numbers. The numbers follow
+from the sizes exactly, or nearly along one size (`expressions`). A storage has the bytes of the tensor that fills it:
+they are exact even if they grow with the square of a length. Times lie on a line over the operation's work.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from .expressions import Line, Number, Sizes, SizesDifferError, Values, exactly
 from .graph import OUTSIDE, Graph, Node, Storage, Tensor, item_bytes
 
 Costed = tuple[Graph, Profile]
-LEAST = 2  # size of a dimension: tensors of one or no row are often handled apart
+LEAST = 2  # least size of a dimension: code often treats tensors of one or no row differently
 
 
 class GraphAtSizes:
     """A graph and its costs at all sizes.
 
-    Samples are the same at a few sizes; fields that do not depend on sizes are the first one's. Numbers follow from
-    sizes `exactly`, or `on_line`. The allocator hands out multiples of a block.
+    Args:
+        samples: The same code at a few sizes; fields that do not depend on sizes are the first one's.
+        sizes: The sizes of each sample.
+        numbers: How numbers follow from sizes: `exactly` or `on_line`.
+        block_bytes: The allocator hands out multiples of this.
 
     Raises:
         SizesDifferError: If the samples are other code, or a shape or a storage does not follow from the sizes.
@@ -45,7 +48,7 @@ class GraphAtSizes:
         self._check_are_same(graphs)
         self._shapes = self._find_shapes(graphs)
         self._filled, self._storages = self._find_storages(graphs)
-        self._nodes = {  # that grow: the arithmetic of each, and the bytes that eager PyTorch needs for it
+        self._nodes = {  # for each node that grows: its `flops` and its `plain_bytes` in the samples
             index: (tuple(node.flops for node in nodes), tuple(node.plain_bytes for node in nodes))
             for index, nodes in enumerate(zip(*(graph.nodes for graph in graphs), strict=True))
             if len({(node.key, node.flops, node.plain_bytes) for node in nodes}) > 1
@@ -53,15 +56,15 @@ class GraphAtSizes:
         counts = [_counts(graph, _elements(graph.tensors)) for graph in graphs]
         works = (_works(graph.nodes, of_nodes) for graph, of_nodes in zip(graphs, counts, strict=True))
         times = (profile.time_ms for _, profile in samples)
-        self._counts = list(zip(*counts, strict=True))  # of each node, in each sample
+        self._counts = list(zip(*counts, strict=True))  # elements of each node in each sample
         self._times = [_line(*pair) for pair in zip(zip(*works, strict=True), zip(*times, strict=True), strict=True)]
         self._workspaces = list(zip(*(profile.workspace_bytes for _, profile in samples), strict=True))
 
     def at(self, sizes: Sizes) -> Costed:
-        """Return the graph and its costs at some sizes.
+        """Return the graph and its costs at these sizes.
 
         Raises:
-            SizesDifferError: If the samples don't tell about these.
+            SizesDifferError: If the samples don't determine them.
         """
 
         @cache
@@ -70,7 +73,7 @@ class GraphAtSizes:
             return None if number is None else number(sizes)
 
         def bounded(index: int, values: Values) -> int:
-            """Return a number of a node; without an expression it grows as its largest ratio to elements at most."""
+            """Return a number of a node; without an expression, a bound by its largest ratio to the elements."""
             number = measured(values)
             if number is not None:
                 return number
@@ -133,7 +136,7 @@ class GraphAtSizes:
         return number
 
     def _find_shapes(self, graphs: Sequence[Graph]) -> dict[int, list[Values]]:
-        """Find for each tensor that grows the values of each dimension."""
+        """Return, for each tensor that grows, the values of each dimension in the samples."""
         growing = {}
         for index, tensors in enumerate(zip(*(graph.tensors for graph in graphs), strict=True)):
             shapes = [tensor.shape for tensor in tensors]
@@ -144,7 +147,7 @@ class GraphAtSizes:
         return growing
 
     def _find_storages(self, graphs: Sequence[Graph]) -> tuple[dict[int, int], dict[int, Values]]:
-        """Find for each storage that grows the tensor that fills it; its bytes where none does."""
+        """Return, for each storage that grows, the tensor that fills it, or its bytes in the samples if none does."""
         tensors_on: dict[int | None, list[int]] = {}
         for index in self._shapes:
             tensors_on.setdefault(self._base.tensors[index].storage, []).append(index)
@@ -153,22 +156,22 @@ class GraphAtSizes:
             values = tuple(storage.size_bytes for storage in storages)
             filling = [tensor for tensor in tensors_on.get(index, ()) if self._fills(tensor, values, graphs)]
             if filling:
-                # The tensor of most dimensions: a flattened one hides that two of them grow.
+                # Choose the tensor of most dimensions: in a flattened one two growing dimensions are a product.
                 filled[index] = max(filling, key=lambda tensor: len(self._base.tensors[tensor].shape))
             elif storages[0].kind.is_resident and self._number(values, True) is None:
-                continue  # an input may be part of a larger tensor of the caller's: no step allocates its bytes
+                continue  # an input may be a part of the caller's larger tensor; the step does not allocate its bytes
             elif len(set(values)) > 1:
                 self._need(values, True, f"the size of the storage {index}")
                 growing[index] = values
         return filled, growing
 
     def _fills(self, index: int, sizes_bytes: Values, graphs: Sequence[Graph]) -> bool:
-        """Whether a tensor takes up exactly its storage in all samples, and was captured, not measured."""
+        """Whether a tensor of captured code fills its storage exactly in all samples."""
         producer, dtype = self._base.tensors[index].producer, self._base.tensors[index].dtype
         if producer is not None and self._base.nodes[producer].op == OUTSIDE:
             return False
         pairs = zip((graph.tensors[index].shape for graph in graphs), sizes_bytes, strict=True)
-        return all(self._in_blocks(math.prod(shape) * item_bytes(dtype)) == own for shape, own in pairs)
+        return all(self._in_blocks(math.prod(shape) * item_bytes(dtype)) == size for shape, size in pairs)
 
 
 def _structure(node: Node) -> tuple[Any, ...]:
@@ -181,17 +184,17 @@ def _elements(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _counts(graph: Graph, elements: Sequence[int]) -> list[int]:
-    """Count for each node the elements that it reads and makes."""
+    """Return, for each node, the number of elements that it reads and writes."""
     return [sum(elements[t] for t in (*node.inputs, *node.outputs)) for node in graph.nodes]
 
 
 def _works(nodes: Sequence[Node], counts: Sequence[int]) -> list[int]:
-    """Return for each node the number that its time grows with: its arithmetic, or else the elements it handles."""
+    """Return, for each node, the number that its time grows with: its arithmetic if known, else its elements."""
     return [node.flops or count for node, count in zip(nodes, counts, strict=True)]
 
 
 def _line(works: Sequence[int], times: Sequence[float]) -> Line:
-    """Return the line of times over work; of samples that work as much, the longest time."""
+    """Return the line of times over work; samples of equal work count with their longest time."""
     longest = dict[int, float]()
     for work, time_ms in zip(works, times, strict=True):
         longest[work] = max(longest.get(work, 0.0), time_ms)

@@ -1,11 +1,11 @@
-"""Offloaded values: in the host's memory between their last use in the forward and their first in the backward.
+"""Offloaded storages: in the host's memory between their last use in the forward and their first in the backward.
 
 A copy to the host and back takes no time as long as the device has other work meanwhile: POFO (Beaumont, Eyraud-Dubois,
 Shilova, "Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS 2021) and, without
 recomputation, "Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training" (Euro-Par 2020) of the same
-authors. Both are about chains, and copy a value as soon as it is made. Here the graph is any, and an `Offload` says for
-a storage where its copy out begins, where its memory is freed, and where its copy in begins. In a step of several calls
-that is in the forward of its own call, and in the backward of that call. `staying` lists what may not go.
+authors. Both papers are about chains, and copy a value as soon as it is computed. Here the graph is arbitrary. An
+`Offload` says where the copy out of a storage begins, where its memory is freed, and where the copy in begins: in the
+forward and in the backward of the call that computes it. `staying` lists the storages that must not be offloaded.
 """
 
 from __future__ import annotations
@@ -23,35 +23,33 @@ from .step import Decisions, Step
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Memory of the host that values may be offloaded to."""
+    """The host's memory for offloaded storages."""
 
-    size_bytes: int  # its bytes
-    # Storages that must stay on the device, for other reasons than the graph shows.
-    pinned: frozenset[int] = frozenset()
-    # Whether it hands out blocks of powers of two only, as PyTorch does where it pins them.
-    has_round_blocks: bool = False
+    size_bytes: int  # bytes that offloaded storages may take
+    pinned: frozenset[int] = frozenset()  # storages that must stay on the device, beyond `staying(graph)`
+    has_round_blocks: bool = False  # whether each block has a power of two of bytes, as PyTorch's pinned memory
 
     def holds(self, graph: Graph, offloads: Iterable[Offload]) -> bool:
-        """Whether all that is offloaded in a step fits: all of it lies here as the backward begins."""
+        """Whether all offloaded storages of a step fit at once, as they lie here when the backward begins."""
         sizes = (graph.sizes[offload.storage] for offload in offloads)
         return sum(round_block(size) if self.has_round_blocks else size for size in sizes) <= self.size_bytes
 
 
 def round_block(size_bytes: int) -> int:
-    """Round bytes up to a power of two, as PyTorch does with pinned memory."""
+    """Return bytes rounded up to a power of two, as PyTorch does for pinned memory."""
     return 1 << (size_bytes - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A storage that a schedule saves, and the time in which nothing uses it, counted in nodes that have run."""
+    """A storage that a schedule saves, and when nothing uses it. Places count the nodes that have run in their half."""
 
     storage: int
-    made: int  # the place in the forward from which on it has all its values
-    last: int  # the place in the forward from which on nothing uses it
-    first: int  # the place in the backward at which it is used again
-    end: int  # the end of its call's forward
-    start: int  # the start of its call's backward
+    made: int  # place in the forward after its last write
+    last: int  # place in the forward after its last use
+    first: int  # place in the backward of its first use
+    end: int  # place in the forward where its call's forward ends
+    start: int  # place in the backward where its call's backward starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +57,15 @@ class Offload:
     """Places at which a storage is offloaded and comes back, in nodes that have run in the forward or the backward."""
 
     storage: int
-    out: int  # its copy to the host begins here in the forward, at `Idle.made` or later
-    # Its memory is free from here on in the forward, from `Idle.last` to `Idle.end`; the program waits for the copy.
+    out: int  # place in the forward where its copy to the host begins, at `Idle.made` or later
+    # Place in the forward where the program waits for the copy and frees the memory, from `Idle.last` to `Idle.end`.
     gone: int
-    # It takes memory again from here on in the backward, from `Idle.start` to `Idle.first`, and its copy begins.
+    # Place in the backward where it takes memory and its copy back begins, from `Idle.start` to `Idle.first`.
     back: int
 
 
 def idle_storages(graph: Graph, schedule: Schedule, pinned: Collection[int] = ()) -> tuple[Idle, ...]:
-    """List the storages that may be offloaded in a schedule in which nothing is, in order of their last forward use."""
+    """List the storages that a schedule without offloads may offload, in order of their last use in the forward."""
     forward, backward = _runs(schedule.forward), _runs(schedule.backward)
     first = dict[int | None, int]()
     for number, index in enumerate(backward):
@@ -90,7 +88,7 @@ def idle_storages(graph: Graph, schedule: Schedule, pinned: Collection[int] = ()
 
 
 def _outside(graph: Graph, runs: Sequence[int]) -> list[int]:
-    """List the positions at which code outside runs: before the first node, between calls, and after the last one."""
+    """List the positions of uncaptured code: before the first node, between calls, and after the last node."""
     return [-1, *(n for n, index in enumerate(runs) if graph.nodes[index].op == OUTSIDE), len(runs)]
 
 
@@ -104,29 +102,29 @@ def _used(graph: Graph, index: int) -> set[int | None]:
 
 
 def _written(graph: Graph, index: int) -> Collection[int | None]:
-    """List the storages that a node may write to: a view writes to none."""
+    """Return the storages that a node may write to; a view writes to none."""
     return _used(graph, index) if graph.nodes[index].is_mutating else graph.allocates[index]
 
 
 def staying(graph: Graph) -> set[int]:
-    """List the storages that may not be offloaded: others see them, or no step allocates their memory."""
+    """Return the storages that must not be offloaded: other code sees them, or the step does not allocate them."""
     seen = {graph.tensors[t].storage for t in (*graph.inputs, *graph.outputs, *graph.held, *graph.gradients)}
     for node in graph.nodes:
         if node.op == OUTSIDE:
             seen.update(graph.tensors[t].storage for t in (*node.inputs, *node.outputs))
-    others = (s for s, storage in enumerate(graph.storages) if storage.kind is not StorageKind.ACTIVATION)
+    no_activations = (s for s, storage in enumerate(graph.storages) if storage.kind is not StorageKind.ACTIVATION)
     empty = (s for s, size_bytes in enumerate(graph.sizes) if not size_bytes)
-    return {storage for storage in seen.union(others, empty) if storage is not None}
+    return {storage for storage in seen.union(no_activations, empty) if storage is not None}
 
 
 def with_offloads(graph: Graph, schedule: Schedule, offloads: Sequence[Offload]) -> Schedule:
-    """Return a schedule in which some storages are offloaded for a while.
+    """Return the schedule with some storages offloaded.
 
     Copies begin in the order of their places, and of `offloads` at the same place. The program waits for a copy out at
-    `gone`, and for a copy in where the storage is used first.
+    `gone`, and for a copy in at the storage's first use in the backward.
 
     Raises:
-        ScheduleError: If a storage may not be offloaded, or not at such places.
+        ScheduleError: If a storage is offloaded twice, must not be offloaded, or not at these places.
     """
     if not offloads:
         return schedule
@@ -157,7 +155,7 @@ def with_offloads(graph: Graph, schedule: Schedule, offloads: Sequence[Offload])
 
 
 def _inserted(operations: Sequence[Operation], places: dict[int, list[Operation]]) -> tuple[Operation, ...]:
-    """Insert operations at places, counted in nodes that have run: just before the next node, after all frees."""
+    """Return operations with others inserted at places: just before the next node, after all frees."""
     result, runs = list[Operation](), 0
     for operation in operations:
         if isinstance(operation, Compute):
@@ -168,31 +166,31 @@ def _inserted(operations: Sequence[Operation], places: dict[int, list[Operation]
 
 
 def split_offloads(step: Step, recompute: Decisions, offloads: Sequence[Offload]) -> tuple[tuple[Offload, ...], ...]:
-    """Split the offloaded storages of a step among its calls; the places of each count its own call's nodes."""
+    """Divide the offloads of a step among its calls; their places then count the nodes of the call alone."""
     by_call: list[list[Offload]] = [[] for _ in step.spans]
     schedule = lower(step.graph, recompute)
     forward, backward = ([step.owners[n] for n in _runs(half)] for half in (schedule.forward, schedule.backward))
     for offload in offloads:
         call = bisect_right(step.storages_at, offload.storage) - 1
 
-        def own(owners: Sequence[tuple[int, int] | None], place: int, call: int = call) -> int:
+        def in_call(owners: Sequence[tuple[int, int] | None], place: int, call: int = call) -> int:
             return sum(owner is not None and owner[0] == call for owner in owners[:place])
 
-        places = own(forward, offload.out), own(forward, offload.gone), own(backward, offload.back)
+        places = in_call(forward, offload.out), in_call(forward, offload.gone), in_call(backward, offload.back)
         by_call[call].append(Offload(offload.storage - step.storages_at[call], *places))
     return tuple(map(tuple, by_call))
 
 
 def storages_in(step: Step, by_call: Sequence[Iterable[int]]) -> frozenset[int]:
-    """Return the numbers that storages of each call have in the step."""
+    """Return the indices in the step of storages of each call."""
     pairs = zip(step.storages_at, by_call, strict=True)
-    return frozenset(first + storage for first, own in pairs for storage in own)
+    return frozenset(first + storage for first, storages in pairs for storage in storages)
 
 
 def can_be_offloaded(graph: Graph, storages: int) -> frozenset[int]:
-    """Return the storages that autograd saves and that nobody else holds before the backward: they can be offloaded.
+    """Return the storages that autograd saves and nothing else holds before the backward, so they can be offloaded.
 
-    `storages` is how many of its first storages captured code holds.
+    Only the first `storages` of the graph belong to captured code.
     """
     stay = {graph.tensors[t].storage for t in (*graph.outputs, *graph.held, *graph.retained, *graph.gradients)}
     made = {storage for index in graph.forward for storage in graph.allocates[index]}

@@ -1,11 +1,12 @@
-"""Bounds of the bytes of a step at sizes of its inputs at which it was not captured.
+"""Bounds of the bytes of a step at input sizes at which it was not captured.
 
-The elements of a value are a number of the model times a product of sizes of the step's inputs. Steps of the same code
-at a few sizes show which product; where several fit, the bound from above takes the largest and the bound from below
-the smallest. A size that was the same in all steps tells less: what is its multiple may follow from it, or be a number
-of the model. It follows from the size where no weight has such a dimension. All else does not shrink, and grows with
-the square of the sizes at most: sums of sizes, sizes that strides round, what may follow from a size that did not vary,
-and measured bytes (workspaces, those of code outside). Of the bounds by several captured steps the closest hold.
+The elements of a value are a number of the model times a product of sizes of the step's inputs. Captured steps of the
+same code show which product; if several products fit, the upper bound takes the largest and the lower bound the
+smallest. If a size was the same in all captured steps, a dimension that is a multiple of it may follow from the size or
+be a number of the model; it counts as following from the size if no weight has such a dimension. All other bytes grow
+by a factor between 1 and the square of the sizes' growth: sums of sizes, sizes that strides round, values that may
+follow from a size that did not vary, and measured bytes (workspaces, uncaptured code). Of the bounds by several
+captured steps, the closest counts.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from .costs import Profile, in_eager
 from .expressions import Sizes
 from .graph import Graph, StorageKind, item_bytes
 
-LEAST_SIZE = 8  # an input size from which multiples of it are taken to follow from it
-TAKEN_OFF = 8  # most that code takes off a size, as `x[1:]` and borders of pictures do
-MOST_FACTORS = 4  # of a product of sizes
-SAME = np.ones(2)
+LEAST_SIZE = 8  # multiples of an input size of at least this are assumed to follow from it
+TAKEN_OFF = 8  # most that code subtracts from a size, as `x[1:]` and borders of pictures do
+MOST_FACTORS = 4  # most sizes in a product
+SAME = np.ones(2)  # the bounds of a factor that does not grow
 
-Product = tuple[Sizes, ...]  # of sizes of inputs, each as it was in the captured steps
+Product = tuple[Sizes, ...]  # a product of input sizes, each by its values in the captured steps
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Sample:
     shapes: tuple[Sizes, ...]  # the shapes of its inputs, in order
     graph: Graph  # the step
     profile: Profile  # its costs
-    storages: int  # number of its first storages that captured code holds; others stand for code outside, as measured
+    storages: int  # number of its first storages, of captured code; the others are measured in uncaptured code
 
     @property
     def sizes(self) -> Sizes:
@@ -56,12 +57,12 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of a value that fills a storage.
+    """The sizes that a value, which fills a storage, may follow from.
 
     Attributes:
-        products: The products of sizes that its elements were the same multiple of in all samples.
-        is_sure: Whether it follows sizes for sure though they were the same in all samples.
-        power: By which power of the sizes that were the same in all samples it may follow them in other ways.
+        products: The products of sizes of which its elements are the same multiple in all samples.
+        is_sure: Whether it surely follows from a size that was the same in all samples.
+        power: The power with which it may also follow from sizes that were the same in all samples.
     """
 
     products: list[Product]
@@ -73,15 +74,15 @@ class Resizing:
     """Bounds the bytes of a step of known code, as eager PyTorch runs it, at any sizes.
 
     Args:
-        samples: Steps of that code, the largest one first. Storages and nodes are numbered as in that one.
+        samples: Steps of the code, the largest one first. Storages and nodes are numbered as in the first one.
     """
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         eager = [in_eager(sample.graph, sample.profile) for sample in samples]
         self.graph = eager[0][0]
-        # Of each dimension of the inputs, the size in each of the samples.
+        # For each dimension of the inputs, its sizes in the samples.
         self._columns = list(zip(*(sample.sizes for sample in samples), strict=True))
-        # How often a size comes in one input, as that of square pictures.
+        # Most dimensions of one input with the same size, as in square pictures.
         self._repeats = max((shape.count(size) for shape in samples[0].shapes for size in shape), default=1)
         weights = {s for s, storage in enumerate(self.graph.storages) if storage.kind is StorageKind.PARAMETER}
         self._widths = {dim for tensor in self.graph.tensors if tensor.storage in weights for dim in tensor.shape}
@@ -91,15 +92,15 @@ class Resizing:
         self._values = {shapes: self._find_value(shapes) for shapes in set(self._shapes.values())}
 
     def at(self, sizes: Sizes) -> Bytes:
-        """Bound the bytes at some sizes, given in the order of those of the samples."""
+        """Return bounds of the bytes at these sizes, which are in the order of `Sample.sizes`."""
         shapes = [[values.shape for values in measured] for measured in self._measured]
-        alike = [number for number, shape in enumerate(shapes) if shape == shapes[0]]  # in code outside, too
+        alike = [number for number, shape in enumerate(shapes) if shape == shapes[0]]  # uncaptured code is the same too
         low, high, least, most = zip(*(self._by_sample(number, sizes) for number in alike), strict=True)
         return Bytes(np.ceil(np.max(low, 0)), np.ceil(np.min(high, 0)), np.max(least, 0), np.min(most, 0))
 
     def _by_sample(self, number: int, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Bound the bytes of storages and of workspaces by those of one sample, each from below and from above."""
-        ratios: dict[Sizes, np.ndarray] = {}  # by the sizes of the samples: what was equal in all may differ now
+        """Return lower and upper bounds of the bytes of storages, and of workspaces, by those of one sample."""
+        ratios: dict[Sizes, np.ndarray] = {}  # by sizes in the samples; dimensions equal there may differ now
         for column, size in zip(self._columns, sizes, strict=True):
             ratio = size / max(1, column[number]) * SAME
             ratios[column] = _hull([ratio, ratios.get(column, ratio)])
@@ -108,33 +109,33 @@ class Resizing:
         of_constant = _growth(ratio for column, ratio in near.items() if len(set(column)) == 1)
         factors: dict[tuple[Sizes, ...] | None, np.ndarray] = {None: measured}
         for shapes, value in self._values.items():
-            known = [math.prod((ratios[column] for column in product), start=SAME) for product in value.products]
+            growths = [math.prod((ratios[column] for column in product), start=SAME) for product in value.products]
             low, high = of_constant**value.power
-            factors[shapes] = _hull(known) * (1.0 if value.is_sure else low, high) if known else unknown
-        own, workspaces = self._measured[number]
-        low, high = np.array([factors[self._shapes.get(s)] for s in range(len(own))]).T
-        return own * low, own * high, workspaces * measured[0], workspaces * measured[1]
+            factors[shapes] = _hull(growths) * (1.0 if value.is_sure else low, high) if growths else unknown
+        storages, workspaces = self._measured[number]
+        low, high = np.array([factors[self._shapes.get(s)] for s in range(len(storages))]).T
+        return storages * low, storages * high, workspaces * measured[0], workspaces * measured[1]
 
     def _find_shapes(self, samples: Sequence[Sample]) -> dict[int, tuple[Sizes, ...]]:
-        """Find for each storage, where that is known, the shapes of the tensor that fills it in the samples."""
-        sizes, found = samples[0].graph.sizes, dict[int, tuple[Sizes, ...]]()
-        for tensors in zip(*(sample.graph.tensors for sample in samples), strict=False):  # those outside may differ
-            storage, own_bytes = tensors[0].storage, math.prod(tensors[0].shape) * item_bytes(tensors[0].dtype)
-            if storage is None or storage >= samples[0].storages or not own_bytes:
+        """Return, for each storage that a tensor fills, the shapes of this tensor in the samples."""
+        sizes, shapes = samples[0].graph.sizes, dict[int, tuple[Sizes, ...]]()
+        for tensors in zip(*(sample.graph.tensors for sample in samples), strict=False):  # uncaptured code may differ
+            storage, tensor_bytes = tensors[0].storage, math.prod(tensors[0].shape) * item_bytes(tensors[0].dtype)
+            if storage is None or storage >= samples[0].storages or not tensor_bytes:
                 continue
-            # Its allocator may round up. Of views the one of most dimensions tells most.
-            fills = own_bytes <= sizes[storage] <= 1.1 * own_bytes + 1024
-            if fills and (storage not in found or len(tensors[0].shape) > len(found[storage][0])):
-                found[storage] = tuple(tensor.shape for tensor in tensors)
-        return found
+            # The allocator may round up. Of several views, the one of most dimensions shows most sizes.
+            fills = tensor_bytes <= sizes[storage] <= 1.1 * tensor_bytes + 1024
+            if fills and (storage not in shapes or len(tensors[0].shape) > len(shapes[storage][0])):
+                shapes[storage] = tuple(tensor.shape for tensor in tensors)
+        return shapes
 
     def _find_value(self, shapes: tuple[Sizes, ...]) -> Value:
-        """Find what a value follows, by its shapes in the samples."""
+        """Return the sizes that a value may follow from, by its shapes in the samples."""
         shape, elements = shapes[0], tuple(map(math.prod, shapes))
         columns = dict.fromkeys(self._columns)
         constant = {dim: [c for c in columns if len(set(c)) == 1 and not dim % max(1, c[0])] for dim in shape}
-        candidates = [c for c in columns if len(set(c)) > 1 or any(c in own for own in constant.values())]
-        # A multiple of a size that is no number of the model.
+        candidates = [c for c in columns if len(set(c)) > 1 or any(c in dims for dims in constant.values())]
+        # Sizes whose multiples surely follow from them: large ones that are no numbers of the model.
         long = {c for c in columns if c[0] >= LEAST_SIZE and not self._is_number(c[0])}
         sure = [max(long.intersection(constant[dim]), default=None) for dim in shape]
         products = [
@@ -147,27 +148,27 @@ class Resizing:
         return Value(products, any(sure), max(self._repeats, min(2, len(open_dims))))
 
     def _is_number(self, dim: int) -> bool:
-        """Whether a dimension may be a number of the model: a weight has it, or it is a part of such a dimension."""
+        """Whether a dimension may be a number of the model: it is, or divides, a dimension of a weight."""
         return dim == 1 or any(width % dim == 0 for width in self._widths)
 
 
 def _may_follow(elements: Sizes, product: Product) -> bool:
-    """Whether the elements of a value were the same multiple of a product of sizes in all samples.
+    """Whether a value's elements are the same multiple of a product of sizes in all samples.
 
-    Where the product did not vary, the multiple must be a whole one.
+    If the product does not vary, the multiple must be an integer.
     """
     numbers = [math.prod(sizes) for sizes in zip(*product, strict=True)] or [1] * len(elements)
     if 0 in numbers or (len(set(numbers)) == 1 and elements[0] % numbers[0]):
         return False
-    return all(own * numbers[0] == elements[0] * number for own, number in zip(elements, numbers, strict=True))
+    return all(count * numbers[0] == elements[0] * number for count, number in zip(elements, numbers, strict=True))
 
 
 def _hull(bounds: Iterable[np.ndarray]) -> np.ndarray:
-    """Bound a factor that is within one of several bounds."""
+    """Return the bounds of a factor that is within one of several bounds."""
     low, high = zip(*bounds, strict=True)
     return np.array([min(low), max(high)])
 
 
 def _growth(ratios: Iterable[np.ndarray]) -> np.ndarray:
-    """Bound the factor of what follows each size at most, and none of them at least."""
+    """Return the bounds of a factor that lies between following from no size and following from each size."""
     return math.prod((_hull([ratio, SAME]) for ratio in ratios), start=SAME)

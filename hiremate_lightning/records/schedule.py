@@ -1,9 +1,9 @@
 """A schedule: the straight-line program of one training step, and how a solution is lowered to it.
 
-The forward part runs the forward nodes in order. At the turn only `saved` tensors (and what the caller holds) survive.
-The backward part runs backward nodes and, before some of them, forward nodes once more. A tensor is freed after the
-last use of each of its definitions; `lower` makes that explicit, so that the simulator and the executor see the same
-`Free`. A storage may be offloaded to the host's memory for a while, between a copy out and a copy in (`offload.py`).
+The forward part runs the forward nodes in order. At the turn only `saved` tensors, and tensors that the caller holds,
+survive. The backward part runs backward nodes and, before some of them, forward nodes once more. A tensor is freed
+after its last use, and again after each recomputation. `lower` inserts these `Free`, so that simulator and executor see
+the same ones. A storage may be offloaded to the host's memory between a copy out and a copy in (`offload.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .graph import Direction, Graph
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Run a node: it defines all its outputs, afresh if it ran before."""
+    """Run a node, which defines all its outputs, again if it ran before."""
 
     node: int
 
@@ -30,7 +30,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class CopyOut:
-    """Begin to copy a storage to the host while the device computes; meanwhile it can be read."""
+    """Begin to copy a storage to the host while the device computes; it can still be read."""
 
     storage: int
 
@@ -70,7 +70,7 @@ class Schedule:
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
-        """Return the same for equal ones; counted once, since there are thousands of operations."""
+        """Return the hash; stored, because a schedule has thousands of operations."""
         if not self._hash:
             object.__setattr__(self, "_hash", hash((self.forward, self.saved, self.backward)) or 1)
         return self._hash
@@ -99,7 +99,7 @@ class Schedule:
 
 
 def lower(graph: Graph, recompute: Sequence[Sequence[int]]) -> Schedule:
-    """Turn decisions into a schedule. It saves the tensors that the backward reads before it computes them.
+    """Return the schedule of decisions. It saves the forward tensors that the backward reads before recomputing them.
 
     Decisions are R: for each position of `graph.backward` the forward nodes that run just before it, in order; one more
     entry may follow, for nodes that only the returned gradients need.
@@ -124,8 +124,8 @@ def _with_frees(
 ) -> tuple[tuple[Operation, ...], set[int]]:
     """Add the frees of a straight-line program by liveness, from its end.
 
-    Returned tensors are read at its end. Tensors that stay are never freed. Returns the operations, and the tensors
-    that must exist at their start.
+    `returned` tensors are read at the end, `stay` tensors are never freed. Returns the operations, and the tensors that
+    must exist at their start.
     """
     reversed_operations: list[Operation] = []
     live, needed = returned | stay, set(returned)
@@ -148,10 +148,10 @@ def keep_all(graph: Graph) -> tuple[tuple[int, ...], ...]:
 
 
 def eager_decisions(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """Return the decisions of the user's own code: calls of `torch.utils.checkpoint` run again, all else is kept.
+    """Return the decisions of eager PyTorch: calls of `torch.utils.checkpoint` are recomputed, other values are saved.
 
-    A call runs again, up to its last value that is needed, before the first operation of the backward that reads such a
-    value. Values that other code reads in the forward were handed on, and are kept.
+    A call is recomputed, up to its last value that the backward needs, before the first backward node that reads such a
+    value. Values of the call that other code reads in the forward are saved.
     """
     calls: dict[int, list[int]] = {}
     for index in graph.forward:
@@ -183,7 +183,7 @@ def eager_decisions(graph: Graph) -> tuple[tuple[int, ...], ...]:
 
 
 def with_checkpoints(graph: Graph, calls: Iterable[Sequence[int]]) -> Graph:
-    """Return a graph whose nodes the user's code runs, where listed in order, in calls of `torch.utils.checkpoint`."""
+    """Return a copy in which the user's code runs each listed sequence of nodes in `torch.utils.checkpoint`."""
     nodes = list(graph.nodes)
     for members in calls:
         for index in members:
@@ -192,7 +192,7 @@ def with_checkpoints(graph: Graph, calls: Iterable[Sequence[int]]) -> Graph:
 
 
 def ensure(graph: Graph, tensor: int, available: set[int], before: list[int]) -> None:
-    """Append the nodes that must run for a tensor to be available."""
+    """Append to `before` the nodes that must run for a tensor to be available."""
 
     def name(index: int) -> str:
         return graph.tensors[index].name
@@ -209,11 +209,11 @@ def must_run(
     waiting: list[int] | None = None,
     name: Callable[[int], str] = str,
 ) -> Iterator[int]:
-    """Yield the nodes that must run for a value to be available, each after those that it reads from.
+    """Yield the nodes that must run for a value to be available, each after the nodes that it reads from.
 
-    Values are tensors or storages. No recursion, since chains are thousands of nodes long. What a node makes becomes
-    available as it is yielded. `waiting` receives the values that wait for the yielded node: available values that they
-    are computed from must stay.
+    Values are tensors or storages. A node's outputs are added to `available` when it is yielded. `waiting` receives the
+    values that wait for the yielded node: their available inputs must stay. No recursion, because chains have thousands
+    of nodes.
     """
     stack = [] if waiting is None else waiting
     stack.append(wanted)

@@ -1,11 +1,11 @@
 """Replay a schedule without a device: is it valid, how many bytes live after each operation, how long does it take?
 
-The simulator is the oracle of the project, and shares nothing with the models that propose schedules. It counts
-storages, not tensors: a block lives as long as any tensor on it. Counted is all that the step allocates, at the size
-that its allocator hands out, and the workspace of the running node. What the caller holds is never given back, whatever
-the schedule frees or runs again. Resident bytes are the same for every schedule; the caller adds them. A storage that
-is offloaded takes memory until the wait for its copy out, and again from the start of its copy in: places in the
-program, so that only times depend on the link.
+The simulator is the oracle of the project, and shares no code with the solvers that propose schedules. It counts
+storages, not tensors: a block lives as long as any tensor on it. It counts all bytes that the step allocates, at the
+size that the allocator hands out, and the workspace of the running node. Tensors that the caller holds are never freed,
+whatever the schedule frees or recomputes. Resident bytes are the same for every schedule; the caller adds them. An
+offloaded storage takes memory until the wait for its copy out, and again from the start of its copy in. These are
+places in the program, so that only times depend on the link.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Moment:
     """One operation of the timeline."""
 
     node: int  # the node that ran
-    peak_bytes: int  # bytes while it ran: those that lived before, its outputs and its workspace
-    live_bytes: int  # bytes after it and the frees that follow it; copies in that follow count to the next moment
+    peak_bytes: int  # bytes while the node runs: live ones before it, its outputs and its workspace
+    live_bytes: int  # bytes after the node and the frees that follow; following copies in belong to the next moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,9 @@ class Simulation:
     peak_bytes: int  # largest `peak_bytes` of the timeline
     saved_bytes: int  # bytes that live at the turn
     time_ms: float  # time of all nodes, and of waits for copies
-    recompute_ms: float  # time of the nodes that run again
-    wait_ms: float = 0.0  # time that computing waits for copies
-    host_bytes: int = 0  # most bytes that lie on the host at once
+    recompute_ms: float  # time of recomputation
+    wait_ms: float = 0.0  # time of waits for copies
+    host_bytes: int = 0  # most bytes on the host at once
 
     @property
     def peak_moment(self) -> Moment:
@@ -65,27 +65,27 @@ class Simulation:
 
     @property
     def extra_ms(self) -> float:
-        """Time of the nodes that run again, and of waits for copies."""
+        """Time of recomputation and of waits for copies."""
         return self.recompute_ms + self.wait_ms
 
     @property
     def overhead(self) -> float:
-        """Extra time over time without recomputation and copies, a ratio."""
+        """Ratio of extra time to time without recomputation and waits."""
         useful = self.time_ms - self.extra_ms
         return self.extra_ms / useful if useful else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Allocations:
-    """The allocations and frees of a schedule, in order: enough for its peak at any sizes of the storages."""
+    """The allocations and frees (events) of a schedule, in order: they give its peak at any sizes of the storages."""
 
     storages: np.ndarray  # the storage of each event
-    signs: np.ndarray  # 1 for an allocation, -1 for a free
+    signs: np.ndarray  # for each event, 1 for an allocation, -1 for a free
     nodes: np.ndarray  # the nodes that run, in order
-    events: np.ndarray  # for each of these runs, how many events come before its peak
+    events: np.ndarray  # for each run of a node, the number of events before its peak
 
     def peak_bytes(self, storage_bytes: np.ndarray, workspace_bytes: np.ndarray) -> int:
-        """Compute the peak of the schedule from the bytes of each storage and the workspace of each node."""
+        """Return the peak of the schedule from the bytes of each storage and the workspace of each node."""
         live = np.concatenate(([0], np.cumsum(self.signs * storage_bytes[self.storages])))
         return int(np.max(live[self.events] + workspace_bytes[self.nodes], initial=0))
 
@@ -101,9 +101,9 @@ class _Memory:
         self.storage_of_block: list[int] = []
         self.moments = 0  # number of nodes that have run
         self.first: list[int] = []  # block -> first moment at which it lives
-        self.last: dict[int, int] = {}  # freed block -> last moment
+        self.last: dict[int, int] = {}  # freed block -> last moment at which it lives
         self.to_hold = set(graph.held)
-        # storage on its way -> block, and its last operation
+        # storage that is being offloaded -> its block, and the last copying operation
         self.copied: dict[int | None, tuple[int, type[Copying]]] = {}
         self.host_bytes = self.host_peak_bytes = 0
 
@@ -121,13 +121,13 @@ class _Memory:
                 raise ScheduleError(f"{why} {self.graph.tensors[tensor].name!r}, which is offloaded")
 
     def check_unchanged(self, tensors: tuple[int, ...], why: str) -> None:
-        """Refuse to change tensors that are being copied."""
+        """Raise if one of the tensors is being copied out."""
         for tensor in tensors:
             if self._last_copying(tensor) is CopyOut:
                 raise ScheduleError(f"{why} {self.graph.tensors[tensor].name!r}, which is being copied out")
 
     def define(self, outputs: tuple[int, ...], inputs: tuple[int, ...]) -> None:
-        """Place each output on its input's block where it is a view, else on a new block."""
+        """Place each output on its input's block if it is a view, else on a new block."""
         storage_of = self.graph.tensors
         block_of_storage = {storage_of[t].storage: self.block_of[t] for t in inputs}
         defined = []
@@ -149,7 +149,7 @@ class _Memory:
                 self.to_hold.discard(tensor)
 
     def _allocate(self, storage: int) -> int:
-        """Take a new block for a storage."""
+        """Return a new block for a storage."""
         block = len(self.tensors_on)
         self.tensors_on.append(0)
         self.storage_of_block.append(storage)
@@ -166,7 +166,7 @@ class _Memory:
         return self._last_copying(tensor) in (WaitOut, CopyIn)
 
     def _last_copying(self, tensor: int) -> type[Copying] | None:
-        """Return the last operation that has brought a tensor's block on its way; None for others."""
+        """Return the last copying operation of a tensor's block; None if it is not being offloaded."""
         block, last = self.copied.get(self.graph.tensors[tensor].storage, (None, None))
         return last if self.block_of.get(tensor) == block else None
 
@@ -182,17 +182,17 @@ class _Memory:
                 self._give_back(block)
 
     def copy(self, operation: Copying) -> None:
-        """Do one of the four operations that bring a storage to the host and back."""
+        """Replay one of the four copying operations of a storage."""
         storage = operation.storage
         block, done = self.copied.get(storage, (None, None))
         if done is not _BEFORE[type(operation)]:
             raise ScheduleError(f"{type(operation).__name__} of {self._name(storage)!r} is out of turn")
         if block is None:
             tensors = self.graph.tensors
-            own_blocks = {own for tensor, own in self.block_of.items() if tensors[tensor].storage == storage}
-            if len(own_blocks) != 1 or -1 in own_blocks:
+            blocks_of = {live for tensor, live in self.block_of.items() if tensors[tensor].storage == storage}
+            if len(blocks_of) != 1 or -1 in blocks_of:
                 raise ScheduleError(f"The schedule copies {self._name(storage)!r}, which is not one block of the step")
-            block = own_blocks.pop()
+            block = blocks_of.pop()
             self.host_bytes += self.graph.sizes[storage]
             self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
         elif isinstance(operation, WaitOut):
@@ -208,7 +208,7 @@ class _Memory:
         self.copied[storage] = block, type(operation)
 
     def _move(self, block: int) -> int:
-        """Put the tensors of a block that is offloaded on a new one."""
+        """Move the tensors of an offloaded block to a new block, and return it."""
         tensors, new = self._tensors_on(block), self._allocate(self.storage_of_block[block])
         self.block_of.update(dict.fromkeys(tensors, new))
         self.tensors_on[new], self.tensors_on[block] = self.tensors_on[block], 0
@@ -221,7 +221,7 @@ class _Memory:
         return next(tensor.name for tensor in self.graph.tensors if tensor.storage == storage)
 
     def check_copied(self, why: str, *done: type[Copying]) -> None:
-        """Refuse storages whose last operation is one of these."""
+        """Raise if the last copying operation of a storage is one of these."""
         for storage, (_, last) in self.copied.items():
             if last in done:
                 raise ScheduleError(f"{why} {self._name(storage)!r}: its last operation is {last.__name__}")
@@ -231,10 +231,10 @@ _BEFORE: dict[type[Copying], type[Copying] | None] = {CopyOut: None, WaitOut: Co
 
 
 class _Replay:
-    """A schedule while it is replayed: its memory, and what a device computes and copies both ways, all at once.
+    """The state of a replay: memory, and the clocks of computation and of copies in both directions.
 
-    A copy begins when all operations before it are done, and all copies before it in its direction. Computing goes on
-    meanwhile, and stops only where the program waits.
+    A copy begins when all operations before it, and all earlier copies in its direction, have ended. Computation goes
+    on meanwhile, and stops only at the program's waits.
     """
 
     def __init__(self, graph: Graph, profile: Profile) -> None:
@@ -244,13 +244,13 @@ class _Replay:
         self.turn = self.saved_bytes = 0
         self.wait_ms = 0.0
         self._graph, self._profile = graph, profile
-        self._now_ms = 0.0  # up to which it has computed
-        self._copied_ms: dict[type[Copying], float] = {CopyOut: 0.0, CopyIn: 0.0}  # up to which it has copied each way
+        self._now_ms = 0.0  # end of the last computation or wait
+        self._copied_ms: dict[type[Copying], float] = {CopyOut: 0.0, CopyIn: 0.0}  # end of the last copy, by direction
         self._done_ms: dict[tuple[int, type[Copying] | None], float] = {}
 
     def run(self, operations: Iterable[Operation], half: str, copying: tuple[type[Copying], ...]) -> None:
-        """Run the operations of one half of the step, which has some kinds of copying only."""
-        is_taken = False  # memory for a copy in that no node has run with yet
+        """Replay the operations of one half of the step, in which only some kinds of copying are allowed."""
+        is_taken = False  # whether a copy in has taken memory since the last node
         for operation in operations:
             if isinstance(operation, Compute):
                 self._compute(operation.node)
@@ -290,7 +290,7 @@ class _Replay:
         self._now_ms += self._profile.time_ms[index]
 
     def _copy(self, operation: Copying) -> None:
-        """Begin a copy, or wait for it."""
+        """Advance the clocks by the start of a copy, or by a wait."""
         link, storage, kind = self._profile.link, operation.storage, type(operation)
         if link is None:
             raise ScheduleError("The schedule copies to the host, but its costs do not say how fast (Profile.link)")
@@ -311,11 +311,11 @@ class _Replay:
 
 
 def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
-    """Replay a schedule; bytes are those above resident ones.
+    """Replay a schedule; return its bytes above resident ones, and its times.
 
     Raises:
         ScheduleError: If a node reads, or a free drops, a tensor that is not in memory; if a node that must run once
-            runs again; if a node of the step doesn't run, or a gradient isn't there at the end.
+            runs again; if a node of the step doesn't run, or a gradient doesn't exist at the end.
     """
     replay = _replay(graph, profile, schedule)
     once = {*graph.forward, *graph.backward}
@@ -332,7 +332,7 @@ def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
 
 
 def _replay(graph: Graph, profile: Profile | None, schedule: Schedule) -> _Replay:
-    """Replay a schedule; without costs, for the moments at which memory is allocated and freed."""
+    """Replay a schedule; without a profile, only the moments of allocations and frees are meaningful."""
     nothing = (0,) * len(graph.nodes)
     replay = _Replay(graph, profile or Profile(nothing, nothing, "", Link(math.inf, math.inf)))
     memory = replay.memory
@@ -359,14 +359,14 @@ def _replay(graph: Graph, profile: Profile | None, schedule: Schedule) -> _Repla
 def allocations(
     graph: Graph, schedule: Schedule, offloaded: Collection[int] = (), brought_back: Collection[int] = ()
 ) -> Allocations:
-    """List the allocations and frees of a schedule.
+    """Return the allocations and frees of a schedule.
 
-    Some storages are offloaded after the forward's last use of them, and some of these take memory again from the
-    backward's first use on.
+    Storages in `offloaded` are freed after their last use in the forward. Those also in `brought_back` take memory
+    again from their first use in the backward on.
     """
     replay = _replay(graph, None, schedule)
     nodes, turn = [moment.node for moment in replay.timeline], replay.turn
-    uses: dict[int, list[int]] = {storage: [] for storage in offloaded}  # moments at which they are read or written
+    uses: dict[int, list[int]] = {storage: [] for storage in offloaded}  # moments of reads and writes
     for moment, index in enumerate(nodes):
         touched = (*graph.nodes[index].inputs, *graph.nodes[index].outputs)
         for storage in uses.keys() & {graph.tensors[t].storage for t in touched}:
@@ -394,13 +394,13 @@ def blocks(graph: Graph, schedule: Schedule) -> list[tuple[int, int, int]]:
 
 
 def simulate_eager(graph: Graph, profile: Profile) -> Simulation:
-    """Simulate a step with everything kept, as eager PyTorch runs it."""
+    """Simulate a step as eager PyTorch runs it."""
     plain, costs = in_eager(graph, profile)
     return simulate(plain, costs, lower(plain, eager_decisions(plain)))
 
 
 def forward_peak_bytes(graph: Graph, profile: Profile) -> int:
-    """Compute the peak of the forward of eager PyTorch without gradients: each value is freed after its last use."""
+    """Return the peak of eager PyTorch's forward without gradients: each value is freed after its last use."""
     plain, costs = in_eager(graph, profile)
     alone = replace(plain, backward=(), tangents=(), gradients=())
     return simulate(alone, costs, lower(alone, keep_all(alone))).peak_bytes
