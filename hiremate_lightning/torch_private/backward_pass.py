@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Edge = tuple[Node, int]  # a node of autograd's graph, and the number of one of its inputs
-_told = weakref.WeakSet[Any]()
+_listeners = weakref.WeakSet[Any]()
 _running: ContextVar[_Running | None] = ContextVar("hiremate_running_backward", default=None)
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
@@ -81,7 +81,7 @@ def watch() -> None:
         **kwargs: Any,
     ) -> Any:
         if not torch._C._len_torch_dispatch_stack():  # a mode may trace the backward, and the listeners with it
-            for listener in tuple(_told):
+            for listener in tuple(_listeners):
                 listener.backward_called()
         running = _Running(roots, create_graph)
         token = _running.set(running)  # autograd copies this context to its threads
@@ -96,7 +96,7 @@ def watch() -> None:
 
 def tell(listener: Any) -> None:
     """Call the listener's `backward_called` before each backward that is called from Python, as long as it lives."""
-    _told.add(listener)
+    _listeners.add(listener)
 
 
 def taking_one(leaves: Mapping[int, torch.Tensor]) -> frozenset[int]:

@@ -375,5 +375,5 @@ def _stand_ins() -> tuple[StandIn, ...]:
 
 
 def decided() -> AbstractContextManager[None]:
-    """Evaluate branches and numbers in a block; without it graphs break at these, and models are planned in pieces."""
+    """Evaluate branches and numbers in a `with` block; else graphs break there, and models are planned in pieces."""
     return replaced(*_stand_ins())

@@ -141,8 +141,8 @@ def _capture_with(
 def _capture_in_turn(sizes_vary: bool, code: types.CodeType, *arguments: Any, **options: Any) -> Any:
     """Capture code in the first mode that Dynamo does not fail on, and in that mode from then on.
 
-    The modes: symbols for sizes that vary, static sizes, static sizes and floats. The last one is tried for code that
-    was captured before: there a float that varies may be what Dynamo fails on.
+    The modes: symbols for sizes that vary; static sizes; static sizes and constant floats. The last one is tried for
+    code that was captured before: there a float that varies may be the cause of the failure.
     """
     fractions_vary = code not in _without_fractions
     modes: list[tuple[Callable[..., Any], bool]] = [(_always_static, fractions_vary)]
@@ -197,9 +197,8 @@ def latest_break() -> Any:
 def gave_up(module: torch.nn.Module, since: Any = None) -> bool:
     """Whether Dynamo gave up a module's forward, or its rest after a graph break.
 
-    What given-up code calls, Dynamo captures unless it is torch's own (`nn.Linear`, `nn.Sequential`). A forward of
-    torch's own is shared by all models: it counts as given up if a graph broke in it, or in what it calls, after the
-    break `since`.
+    From given-up code Dynamo captures only callees that are not torch's own (`nn.Linear`, `nn.Sequential`). A forward
+    of torch's own is shared by all models: it counts as given up if a graph broke in it, or in a callee, after `since`.
     """
     function = attempt(lambda: module.forward, None, f"the forward of {type(module).__name__}")
     seen = set[int]()  # only a function's `__wrapped__` is trusted

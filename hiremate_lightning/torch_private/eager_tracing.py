@@ -27,7 +27,7 @@ from .hacks import Stage, StandIn, around, instead_of, replaced, replaced_entrie
 
 @contextmanager
 def traced_as_eager() -> Iterator[None]:
-    """Trace the operators that eager PyTorch runs, in a block, where torch's tracing departs from them.
+    """Trace the operators that eager PyTorch runs, in a `with` block, where torch's tracing departs from them.
 
     The table of `hacks` lists the departures. Settings correct two: random operations with unused results are dropped,
     and with them their draws; and the backward is traced under the forward's autocast, which training leaves before the
@@ -58,7 +58,7 @@ _IMPLICIT = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 
 
 def eager_kernels() -> AbstractContextManager[None]:
-    """Remove Python decompositions of some operators in a block: their numbers differ, so code would run eager."""
+    """Remove Python decompositions in a `with` block if their numbers differ from eager's: code would run eager."""
     # These decompositions compute other numbers: products fold differently, resizing rounds.
     packets = [aten.dropout, aten.matmul, aten.hardshrink, aten.softshrink, aten.stft, aten.istft]
     packets += [getattr(aten, name) for name in dir(aten) if name.startswith(("upsample_", "_upsample_"))]
@@ -72,7 +72,7 @@ def eager_kernels() -> AbstractContextManager[None]:
 def _with_kernels(
     kernels: Mapping[OpOverload, Mapping[DispatchKey, Callable[..., Any] | None]],
 ) -> AbstractContextManager[None]:
-    """Replace Python kernels of operators in a block; None removes a kernel."""
+    """Replace Python kernels of operators in a `with` block; None removes a kernel."""
     stand_ins: list[StandIn] = []
     for op, replacements in kernels.items():
         merged = {**op.py_kernels, **replacements}
@@ -119,7 +119,7 @@ def _eager_gru_cell(
 
 @contextmanager
 def eager_strides() -> Iterator[None]:
-    """Correct strides and dtypes of norms' results in a block; otherwise the proof fails, and code runs eager."""
+    """Correct strides and dtypes of norms' results in a `with` block; else the proof fails, and code runs eager."""
     sources = {  # position of the argument whose memory format the first result has on CPU; None: contiguous everywhere
         aten._native_batch_norm_legit_functional.default: 0,
         aten._native_batch_norm_legit.default: 0,
@@ -184,7 +184,7 @@ def _strided(position: int | None, decomposition: Callable[..., Any], *args: Any
 
 
 def byte_targets() -> AbstractContextManager[None]:
-    """Trace losses with uint8 targets like those with integers, in a block; otherwise such code runs uncaptured."""
+    """Trace losses with uint8 targets like those with integers, in a `with` block; else such code runs uncaptured."""
     classes_at = {aten.nll_loss_forward.default: 1, aten.nll_loss_backward.default: 2}
     stand_ins = {op: around(decomposition_table[op], partial(_with_integers, at)) for op, at in classes_at.items()}
     return replaced_entries(decomposition_table, stand_ins)
@@ -203,7 +203,7 @@ SMALLEST = 1e-11  # smallest sum of squared windows that eager PyTorch divides b
 
 @contextmanager
 def sums_at_once() -> Iterator[None]:
-    """Trace sums of windows by their shape, in a block; torch traces one addition for each place in a window."""
+    """Trace sums of windows by shape in a `with` block; torch traces one addition for each place in a window."""
     rule = {FOLD: _empty_sum}
     with replaced_entries(meta_table, rule), replaced_entries(op_implementations_dict, rule):
         yield

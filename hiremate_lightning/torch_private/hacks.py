@@ -102,7 +102,7 @@ def off() -> list[Hack]:
 
 @contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Switch hacks off in a block; all of them if none is named."""
+    """Switch hacks off in a `with` block; all of them if none is named."""
     switched = ({_BY_NAME[name].name for name in names} or set(_BY_NAME)) - _off
     _off.update(switched)
     try:
@@ -113,7 +113,7 @@ def without(*names: str) -> Iterator[None]:
 
 @contextmanager
 def applied(stage: Stage) -> Iterator[None]:
-    """Put the hacks of a stage in place in a block, in the order of the table."""
+    """Put the hacks of a stage in place in a `with` block, in the order of the table."""
     with ExitStack() as in_place:
         for hack in HACKS:
             if hack.place and stage in hack.stages and is_on(hack.name):
@@ -143,7 +143,7 @@ StandIn = tuple[Any, str, Any]  # an attribute's owner, its name, and its replac
 
 
 def instead_of(*places: str) -> Callable[[Callable[..., Any]], Callable[[], AbstractContextManager[None]]]:
-    """Make a function replace torch's functions at `places` in a block; it gets the original before the arguments."""
+    """Make a function replace torch's at `places` in a `with` block; it gets the original before the arguments."""
 
     def decorate(function: Callable[..., Any]) -> Callable[[], AbstractContextManager[None]]:
         @functools.cache
@@ -168,7 +168,7 @@ def around(original: Callable[..., Any], function: Callable[..., Any]) -> Callab
 
 @contextmanager
 def replaced(*stand_ins: StandIn) -> Iterator[None]:
-    """Replace attributes in a block."""
+    """Replace attributes in a `with` block."""
     originals = [getattr(owner, name) for owner, name, _ in stand_ins]
     for owner, name, stand_in in stand_ins:
         setattr(owner, name, stand_in)
@@ -181,7 +181,7 @@ def replaced(*stand_ins: StandIn) -> Iterator[None]:
 
 @contextmanager
 def replaced_entries(table: MutableMapping[Any, Any], stand_ins: Mapping[Any, Any]) -> Iterator[None]:
-    """Replace entries of a table, or add entries to it, in a block."""
+    """Replace entries of a table, or add entries to it, in a `with` block."""
     originals = {key: table[key] for key in stand_ins if key in table}
     table.update(stand_ins)
     try:

@@ -97,7 +97,7 @@ def kinds_in(module: torch.nn.Module) -> frozenset[str]:
 
 @contextmanager
 def without_labels(module: torch.nn.Module) -> Iterator[bool]:
-    """Remove hooks of Lightning's profiler below a module in a block: they would break graphs. Yield if any exist."""
+    """Remove hooks of Lightning's profiler below a module in a `with` block: they break graphs. Yield if any exist."""
     first = next(module.children(), None)  # the profiler adds them to all modules
     has_labels = first is not None and any(map(_is_label, first._forward_pre_hooks.values()))
     inner = [part for part in module.modules() if part is not module] if has_labels else []

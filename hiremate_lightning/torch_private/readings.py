@@ -118,7 +118,7 @@ def backwards(_: Any, backward: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def gradients_from_before() -> Iterator[None]:
-    """Break graphs, in a block, where a gradient must go through tensors computed before the captured code.
+    """Break graphs, in a `with` block, where a gradient must go through tensors computed before the captured code.
 
     Without it such a gradient silently lacks terms if arguments are passed by keyword, or if one tensor was computed
     from another.
@@ -149,7 +149,7 @@ def gradients_from_before() -> Iterator[None]:
 
 
 def call_cached(inline: Callable[..., Any], variable: Any, tracer: Any, *arguments: Any) -> Any:
-    """Inline a function with cached results; break the graph if it draws or changes something, as each step would."""
+    """Inline a function with cached results; break the graph if it draws or changes something, which a graph repeats."""
     changes, before = _changes(tracer), set(tracer.output.graph.nodes)
     result = inline(variable, tracer, *arguments)
     added = [node for node in tracer.output.graph.nodes if node not in before]
@@ -248,7 +248,7 @@ def _writing(function: Any) -> Any:
 
 @instead_of("torch._dynamo.output_graph.OutputGraph.remove_tensorify_specialized_graphargs")
 def unread_numbers(drop: Callable[[Any], None], output: Any) -> None:
-    """Drop specialised number inputs that nothing reads, but keep the operations that change them in place.
+    """Drop unread inputs whose number Dynamo specialised, but no operation that changes a tensor in place.
 
     Dynamo finds what to drop by the number that a tensor is known to hold. An operation in place returns its input, so
     its result has that number too, and is usually unread. Without this patch a float64 counter keeps its value: the
@@ -381,7 +381,7 @@ def _answer(question: Any, tracer: Any, *arguments: Any, **named: Any) -> Any:
 
 @contextmanager
 def as_in_eager() -> Iterator[None]:
-    """Answer captured code as eager PyTorch does, in a block, if it asks whether it is compiled."""
+    """Answer captured code that asks whether it is compiled as eager PyTorch does, in a `with` block."""
     rules = dict.fromkeys(_OF_CUDA_GRAPHS, TorchInGraphFunctionVariable)  # Dynamo does not know some of these
     answers = dict.fromkeys((*_QUESTIONS, *_OF_CUDA_GRAPHS), _answer)
     with replaced_entries(get_torch_obj_rule_map(), rules), replaced_entries(_handlers, answers):
@@ -389,7 +389,7 @@ def as_in_eager() -> Iterator[None]:
 
 
 def as_compiled() -> AbstractContextManager[None]:
-    """Answer captured code as Dynamo does, in a block, if it asks whether it is compiled."""
+    """Answer captured code that asks whether it is compiled as Dynamo does, in a `with` block."""
     return replaced_entries(_handlers, _of_dynamo)
 
 

@@ -41,7 +41,7 @@ _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]
 class TracedCall:
     """A call of a module that Dynamo is about to trace, and what its trace depends on beside module and arguments.
 
-    The calling line is no part of that: code that asks for its caller is not traced.
+    The calling line is not compared: code that asks for its caller is not traced.
 
     Attributes:
         module: Dynamo's variable of the module, which has a source.

@@ -195,7 +195,7 @@ def _traces_of(output: Any) -> _Traces:
 
 @contextmanager
 def copied() -> Iterator[None]:
-    """Trace modules that are alike once in a block, and copy the trace for the others."""
+    """Trace modules that are alike once, in a `with` block, and copy the trace for the others."""
     with replaced((_state, "traces", {})), ExitStack() as in_place:
         for stand_in in _STAND_INS:
             in_place.enter_context(stand_in())
