@@ -149,7 +149,7 @@ def gradients_from_before() -> Iterator[None]:
 
 
 def call_cached(inline: Callable[..., Any], variable: Any, tracer: Any, *arguments: Any) -> Any:
-    """Inline a function with cached results; break the graph if it draws or changes something, which a graph repeats."""
+    """Inline a function with cached results; break the graph if it draws or changes something: graphs repeat it."""
     changes, before = _changes(tracer), set(tracer.output.graph.nodes)
     result = inline(variable, tracer, *arguments)
     added = [node for node in tracer.output.graph.nodes if node not in before]
