@@ -103,7 +103,7 @@ def hiremate(
             f"optimizer must be a torch.optim.Optimizer, such as torch.optim.AdamW(model.parameters()), "
             f"found {_named(optimizer)}. Leave it out where there are several, or none yet: all are found as they step."
         )
-    # `locals()` holds nothing but the arguments here.
+    # `locals()` holds only the arguments here.
     options = make_options(**{name: value for name, value in locals().items() if name in OPTIONS})
     root = inside_wrappers(model)
     known = None
@@ -116,10 +116,10 @@ def hiremate(
         known.session.set_budget(options.budget)
         if optimizer is not None:
             known.session.watch_optimizer(optimizer)
-        if verbose is not True:  # what is left at its default asks for nothing
+        if verbose is not True:  # the default changes nothing
             known.session.reporter.verbose = verbose
         return model
-    refuse(model)  # with what is around it: Fabric compiles there
+    refuse(model)  # the wrapper too: Fabric compiles the model there
     if known is not None:
         raise ConfigurationError(
             f"Can't plan {type(root).__name__}: a part of it is planned already. Call remove_hiremate(model) first."
@@ -132,13 +132,13 @@ def hiremate(
 
 
 def _named(value: object) -> str:
-    """Name a wrong argument in one line: short ones as they are, others by their type."""
+    """Return a wrong argument in words: its text if that is short, else its type."""
     text = repr(value)
     return text if len(text) <= 60 else type(value).__name__
 
 
 def inside_wrappers(model: nn.Module) -> nn.Module:
-    """Find the module that the user wrote, inside what is wrapped around it for training."""
+    """Return the module inside of the wrappers of DistributedDataParallel and Fabric."""
     while isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == FABRIC_WRAPPER:
         inner = model.module
         assert isinstance(inner, nn.Module), "what wraps a model refers to it as `module`"
@@ -180,7 +180,7 @@ def get_plan(model: nn.Module | Callable[..., Any]) -> Plan | None:
 
 
 def _found(model: Any, function: str) -> tuple[Targets | None, Session | None]:
-    """Find who plans a model, by its slots or by what was compiled of it, and the session of its plan."""
+    """Return the targets that plan a model, None if it was compiled, and the session of its plan, None for none."""
     inside = compiled_by_torch.original(model)
     if isinstance(inside, nn.Module) and (known := targets_of(inside)) is not None:
         return known, known.session

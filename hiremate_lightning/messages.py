@@ -1,7 +1,7 @@
-"""What users are told while a model trains: warnings, why a plan is another one now, and how long the first one takes.
+"""Messages to users while a model trains: warnings, why a plan or a budget changed, and how long the first plan takes.
 
-`Announcements` holds the warnings that need counts or plans. Others stand with the one module that gives them, by
-`say`; docs/troubleshooting.md explains all of them. `PlanReports` shows which plan came and what was measured of it.
+`Announcements` has the warnings that need counts or plans. Other warnings stand in the one module that gives them, by
+`say`; docs/troubleshooting.md explains all of them. `PlanReports` reports new plans and their measurements.
 """
 
 from __future__ import annotations
@@ -26,70 +26,70 @@ from .signatures.step_signature import StepSignature
 from .torch_private import dynamo
 from .units import format_bytes
 
-CAPTURES = 8  # consecutive steps in which something is captured before that is announced: it goes on like that
-RETAINING = 4  # consecutive steps in which more graphs are retained before that is announced: it goes on like that
-PLANNING = 64  # steps, the latest ones, of whose time much went to planning before that is announced
-PLANNING_SHARE = 0.25  # of the time of a step, in planning alone: what goes with it takes as much again, or more
-MOST = 0.75  # of these steps
-ALL_PLANNING_SHARE = 0.5  # of the time of all of them, after as many steps that learn
-REASONS = 5  # why graphs end that a message lists, the most frequent first
-ANEW = "made anew in each step"  # the topic of two warnings, of which the first one is shown
-CLEARLY_MORE = 1.1  # than was said of steps in which nothing fits: it is said again
-CLEARLY = 0.002  # of a budget: smaller changes are not said
+CAPTURES = 8  # warn after so many consecutive steps that each captured something
+RETAINING = 4  # warn after so many consecutive steps before which the number of retained graphs had grown
+PLANNING = 64  # number of latest steps whose time of planning is compared with their whole time
+PLANNING_SHARE = 0.25  # a step counts as slow if planning takes more than this share; what goes with it takes more
+MOST = 0.75  # warn if at least this share of the latest steps is slow,
+ALL_PLANNING_SHARE = 0.5  # or if planning takes this share of the time of all of them, after twice as many steps
+REASONS = 5  # most reasons of graph breaks that a message lists, the most frequent first
+ANEW = "made anew in each step"  # the topic of two warnings, of which only the first one is shown
+CLEARLY_MORE = 1.1  # warn again if nothing fits and a peak is so many times as high as the one in the last warning
+CLEARLY = 0.002  # report a change of the budget by more than this share
 ENDS = " What ends its graphs: "
-BATCH = "batch"  # the part of what exists before a step that comes with it
-BASE_S = 1.0  # the first capture of a process
-MODULE_S = 0.1  # of a module without modules in it: a BERT of 6 layers has 81, and took 9 s of an idle core
-OPERATION_S = 0.03  # of an operation as torch.compile reads it
-MOST_SLOWER = 4.0
+BATCH = "batch"  # the kind of resident bytes that changes from step to step
+BASE_S = 1.0  # seconds of the first capture of a process
+MODULE_S = 0.1  # seconds for each leaf module: a BERT of 6 layers has 81, and took 9 s of an idle core
+OPERATION_S = 0.03  # seconds for each operation as torch.compile reads it
+MOST_SLOWER = 4.0  # most by which this machine is taken to be slower than that core
 
 
 def transforms_in(name: str) -> str:
-    """Return the topic of warnings of transforms in a module, or around it."""
+    """Return the topic of warnings of transforms of torch.func in or around a module."""
     return f"transforms of {name}"
 
 
 class Warnings:
-    """Warns once of each thing."""
+    """Gives each warning once."""
 
     def __init__(self) -> None:
-        self._said = dict[str, str]()  # whole texts, by their topics, or by themselves without their causes
+        self._said = dict[str, str]()  # whole texts of warnings, by topic, or by text without the cause
 
     def say(self, text: str, cause: str = "", topic: str = "") -> None:
-        """Warn, once for each text, whatever its cause; where a topic is given, once for that."""
+        """Warn, once for each topic, or without a topic once for each text, whatever its cause."""
         if (topic or text) not in self._said:
             self._said[topic or text] = text + cause
             warnings.warn(text + cause, HiRemateWarning, stacklevel=2)
 
 
 class Announcements(Warnings):
-    """The warnings of one session, with what ended captured graphs if that may be why."""
+    """The warnings of one session, with the reasons of graph breaks if these may be the cause."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
         self._breaks = dynamo.graph_breaks()
-        self._captured = 0  # graphs when the latest step ended
-        self._capturing_steps = 0  # consecutive steps in each of which something was captured
+        self._captured = 0  # number of captured graphs when the latest step ended
+        self._capturing_steps = 0  # number of consecutive steps that each captured something
         self._times = deque[tuple[float, float]](maxlen=PLANNING)  # seconds of the latest steps, and of their planning
         self._steps = 0
-        self._planned_s = dynamo.capturing_s()  # in planning, when the latest step ended
-        self._failed_guards = Counter[str]()  # before the last of so many steps
-        self._retained = 0  # graphs that were retained for another backward when the latest step began
-        self._retaining_steps = 0  # consecutive steps before each of which there were more of them
+        self._planned_s = dynamo.capturing_s()  # seconds of planning and capturing when the latest step ended
+        self._failed_guards = Counter[str]()  # failed guards before the last of `CAPTURES` steps
+        self._retained = 0  # number of graphs retained for another backward when the latest step began
+        self._retaining_steps = 0  # number of consecutive steps before which this number had grown
 
     def say_over(self, text: str) -> None:
-        """Warn that a step takes more than its budget, and name what ended captured graphs."""
+        """Warn that a step takes more than its budget, with the reasons of graph breaks."""
         self.say(text, self.why_over())
 
     def why_uncaptured(self) -> str:
-        """Return, as a sentence or "", what has ended torch.compile's graphs since this session began."""
+        """Return the reasons of graph breaks since this session began, as a sentence; "" for none."""
         reasons = [reason for reason, _ in (dynamo.graph_breaks() - self._breaks).most_common()]
         others = f"; and {len(reasons) - REASONS} more" if len(reasons) > REASONS else ""
         return f"{ENDS}{'; '.join(reasons[:REASONS])}{others}." if reasons else ""
 
     def take_split(self) -> str:
-        """Return, once and unless a warning has named it, what has ended graphs, as a line for the plan; or ""."""
+        """Return, once, the reasons of graph breaks as a line for the plan; "" for none, or if a warning has them."""
         why = self.why_uncaptured()
         if not why or any(ENDS in text for text in self._said.values()):
             return ""
@@ -98,7 +98,7 @@ class Announcements(Warnings):
         return words + why
 
     def why_over(self) -> str:
-        """Return, as sentences or "", why code that ends graphs may be what a budget is not met for."""
+        """Return sentences that say how graph breaks may be the cause of too high a peak; "" without graph breaks."""
         reasons = self.why_uncaptured()
         if not reasons:
             return ""
@@ -108,7 +108,7 @@ class Announcements(Warnings):
         )
 
     def step_ended(self, captured: int) -> bool:
-        """Count the graphs after a step; warn where each step captures some, and return whether this one did not."""
+        """Return whether a step has captured no graph, by the count after it; warn if many consecutive steps have."""
         is_usual = captured == self._captured
         self._captured = captured
         self._capturing_steps = 0 if is_usual else self._capturing_steps + 1
@@ -128,7 +128,7 @@ class Announcements(Warnings):
         return is_usual
 
     def step_took(self, step_s: float, planned_s: float) -> None:
-        """Note the time of a step, and of all planning so far; warn, once, where that goes on to take much of it.
+        """Store the time of a step, and of all planning so far; warn, once, if planning goes on to take much time.
 
         Both times are of the same steps, so that a busy machine does not matter.
         """
@@ -137,7 +137,7 @@ class Announcements(Warnings):
         self._planned_s, self._steps = planned_s, self._steps + 1
         self._times.append((max(step_s, 1e-9), spent_s))
         if not spent_s or self._steps < PLANNING:
-            return  # as in nearly all steps
+            return  # nearly all steps end here
         slow = [spent for taken, spent in self._times if spent > PLANNING_SHARE * taken]
         taken_s, all_spent_s = (sum(times) for times in zip(*self._times, strict=True))
         goes_on = self._steps >= 2 * PLANNING and all_spent_s > ALL_PLANNING_SHARE * taken_s
@@ -153,7 +153,7 @@ class Announcements(Warnings):
             )
 
     def step_begins(self, retained: int) -> None:
-        """Note how many graphs are retained for another backward before a step; warn where they become ever more."""
+        """Store how many graphs are retained for another backward before a step; warn if the number keeps growing."""
         self._retaining_steps = self._retaining_steps + 1 if retained > self._retained else 0
         self._retained = retained
         if self._retaining_steps == RETAINING:
@@ -166,7 +166,7 @@ class Announcements(Warnings):
     # ---------------------------------------------------------------- captured code
 
     def has_told_of_transforms(self, name: str) -> bool:
-        """Whether a warning said that transforms in a module, or around it, run without a plan."""
+        """Whether a warning said that transforms in or around a module run without a plan."""
         return transforms_in(name) in self._said
 
     def called_inside_backward(self, name: str) -> None:
@@ -180,14 +180,14 @@ class Announcements(Warnings):
     # ---------------------------------------------------------------- plans and budgets
 
     def least(self, peak_bytes: int, budget_bytes: int, largest: str = "") -> None:
-        """Warn that nothing fits the budget; name, as a sentence or "", what holds much of the peak."""
+        """Warn that nothing fits the budget; `largest` names the largest tensors at the peak, as a sentence or ""."""
         least, budget = format_bytes(peak_bytes), format_bytes(budget_bytes)
         more = f", {format_bytes(peak_bytes - budget_bytes)} more" if least == budget else ""
         text = f"Nothing fits the budget of {budget}: the step runs at the least memory found, {least}{more}."
         self.say(text, largest + self.why_over())
 
     def checkpointing(self, plan: Plan) -> None:
-        """Warn, once, that a plan takes the place of what the user's code runs again by itself."""
+        """Warn, once, that a plan replaces the calls of torch.utils.checkpoint in the user's code."""
         if "checkpointing" in self._said or all(node.checkpoint is None for node in plan.graph.nodes):
             return
         kept = simulate(plan.graph, plan.profile, lower(plan.graph, keep_all(plan.graph)))
@@ -203,12 +203,12 @@ class Announcements(Warnings):
 
 
 class PlanReports:
-    """Reports plans by step signature, and why a budget or a plan is another one now: each once."""
+    """Reports plans by step signature, and why a budget or a plan has changed, each once."""
 
     def __init__(self, reporter: Reporter, announcements: Announcements) -> None:
         self._reporter, self._announcements = reporter, announcements
         self.listeners: list[Callable[[Plan], None]] = []  # called with each plan when it is made, and when measured
-        self._said_bytes = 0  # the largest peak that was announced, where nothing fits
+        self._said_bytes = 0  # the largest peak in a warning that nothing fits
 
     def notify(self, plan: Plan) -> None:
         """Call the listeners with a plan."""
@@ -216,7 +216,7 @@ class PlanReports:
             listener(plan)
 
     def planned(self, signature: StepSignature, plan: Plan, remark: str = "") -> None:
-        """Show a new plan, after what came since the one before, and warn of what it brings."""
+        """Show a new plan, with the reason for it, and give the warnings that go with it."""
         self._say_why(signature, plan, is_new=True)
         self._reporter.planned(plan, remark)
         if split := self._announcements.take_split():
@@ -231,14 +231,14 @@ class PlanReports:
         self._announcements.checkpointing(plan)
 
     def kept(self, signature: StepSignature, plan: Plan) -> None:
-        """Report a plan that stays to the listeners, and print why its budget changed."""
+        """Report a plan that stays to the listeners, and show why its budget has changed."""
         self._say_why(signature, plan, is_new=False)
         self.notify(plan)
         if plan.planned_peak_bytes > plan.budget_bytes:
             self.say_least(signature, plan.planned_peak_bytes)
 
     def say_least(self, signature: StepSignature, peak_bytes: int) -> None:
-        """Warn of what a step takes in which nothing fits, planned or measured, clearly more than was said of any."""
+        """Warn that nothing fits, with the planned or measured peak, if it is clearly above the last one warned of."""
         if not signature.recorded.is_provisional and peak_bytes > CLEARLY_MORE * self._said_bytes:
             self._said_bytes = peak_bytes
             plan = signature.own_plan
@@ -246,11 +246,11 @@ class PlanReports:
             self._announcements.least(peak_bytes, plan.budget_bytes, largest)
 
     def budget_changed(self) -> None:
-        """Forget what was said of a budget that nothing fits."""
+        """Allow the warning that nothing fits again, for the new budget."""
         self._said_bytes = 0
 
     def measured(self, signature: StepSignature, plan: Plan) -> None:
-        """Show what was measured of a plan, once; again where it takes more than the budget, and did not before."""
+        """Show the measurement of a plan, once, and again if its peak has come to exceed the budget."""
         shown, signature.shown = signature.shown, plan
         if shown is None or shown.solution is not plan.solution or (_is_over(plan) and not _is_over(shown)):
             self._reporter.measured(plan)
@@ -276,9 +276,10 @@ def _is_over(plan: Plan) -> bool:
 
 
 def _why(before: Plan, now: Plan) -> str:
-    """Return, in words or "", why the budget is clearly another one than was told last, if that stays.
+    """Return in words why the budget differs clearly from the one reported last, or "" if it does not.
 
-    Batches come and go. So does what a step adds, where something frees gradients before some steps, a validation say.
+    Changes of batches don't count, nor a lower budget without less memory before the step: a step may add less at
+    times, for example if validation frees gradients before it.
     """
     old, new = dict(before.resident_parts), dict(now.resident_parts)
     moved_bytes = (now.budget_bytes - new.pop(BATCH, 0)) - (before.budget_bytes - old.pop(BATCH, 0))
@@ -294,7 +295,7 @@ def _why(before: Plan, now: Plan) -> str:
 
 
 def _more(verb: str, before: Mapping[str, int], now: Mapping[str, int]) -> str:
-    """Return, in words or "", of which part most more exists before a step now."""
+    """Return in words which kind of resident bytes has grown most before a step; "" if none has."""
     size, name = max(((size - before.get(name, 0), name) for name, size in now.items()), default=(0, ""))
     return f"{format_bytes(size)} of {name} {verb}" if size > 0 else ""
 
@@ -303,11 +304,11 @@ def _more(verb: str, before: Mapping[str, int], now: Mapping[str, int]) -> str:
 
 
 class FirstWait:
-    """Foresees the seconds until the first plan of a model, and remembers them for the next run.
+    """Estimates the seconds until the first plan of a model, and stores them for the next run.
 
-    What takes the time is mostly Python: torch.compile's capture, and the proof that what it captured is right. That
-    grows with the modules that are called, and with how slow this machine's Python is now. In a folder for plans, the
-    seconds of the run before are known instead; there the model has a name that is the same in each run.
+    Most of the time is Python: torch.compile's capture, and the proof of captured code. It grows with the number of
+    modules, and with the time that a short Python loop takes now. If there is a folder for plans, a file in it has the
+    seconds of an earlier run of the same model, which are returned instead.
     """
 
     def __init__(self, folder: Path | None, describe: Callable[[], str]) -> None:
@@ -315,17 +316,17 @@ class FirstWait:
         self._is_noted = False
 
     def expected_s(self, modules: int, operations: int = 0) -> float:
-        """Return about how many seconds it will take, by modules without modules in them and captured operations."""
+        """Return about how many seconds it will take, by the numbers of leaf modules and of captured operations."""
         known_s = self._file().read(lambda data: float(data["seconds"]))
         if known_s is not None:
             return known_s
-        # A short loop of Python, the fastest of some: another process may take the core for a moment.
+        # The fastest of a few runs of a short loop: another process may take the core for a moment.
         loops_s = timeit.repeat("for number in range(50_000): number * number % 7", number=1, repeat=5)
         slower = min(max(0.5, 1000 * min(loops_s) / thresholds.current.usual_loop_ms), MOST_SLOWER)
         return slower * (BASE_S + MODULE_S * modules + OPERATION_S * operations)
 
     def took(self, planning: PlanningTime) -> None:
-        """Keep, when the first plan was made, the seconds of what the next run does again: costs and plans are kept."""
+        """Store, after the first plan, the seconds that the next run needs again: those of capture and proof."""
         if not self._is_noted:
             self._is_noted = True
             self._file().write({"seconds": planning.capture_s + planning.prove_s})
@@ -340,5 +341,5 @@ class FirstWait:
 
 
 def modules_without_parts(root: nn.Module) -> int:
-    """Count the modules that have no modules in them."""
+    """Return the number of leaf modules."""
     return sum(next(module.children(), None) is None for module in root.modules())

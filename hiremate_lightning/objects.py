@@ -1,9 +1,9 @@
-"""What objects of users hold, looked at without running their code.
+"""Reads the items and attributes of users' objects without running their code.
 
 A user's class may do anything in `__len__`, `__iter__`, `__eq__`, `__getattribute__` or a property: raise, return an
-array, take long, change something. So an object is asked by the methods of Python's own classes only, and by its type,
-not by its `__class__`. Where no other way is left than to run a user's code, and that raises, the object is left alone:
-`attempt` says so once for each place, in the log at debug level.
+array, take long, change something. So an object is read by the methods of Python's own classes only, and known by its
+type, not by its `__class__`. If there is no way but to run a user's code, and that raises, the object is left alone:
+`attempt` logs this once for each place, at debug level.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ITEMS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
 
 
 def is_of(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Whether an object is of some classes by its type; `isinstance` would ask the object too."""
+    """Whether the type of an object is one of some classes, or a subclass; `isinstance` would run the object's code."""
     return issubclass(type(value), kinds)
 
 
@@ -39,7 +39,7 @@ def held_by(value: Any) -> list[Any]:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the very attributes of an object; none for one that keeps them elsewhere."""
+    """Return the `__dict__` of an object; an empty one for an object without."""
 
     def read() -> Any:
         try:
@@ -52,10 +52,10 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def attempt(look: Callable[[], _T], otherwise: _T, what: str) -> _T:
-    """Read an object of a user's, named in words; where their code raises, log that once, and return a replacement."""
+    """Return what `look` reads of a user's object, or `otherwise` if it raises; log that once, with `what`."""
     try:
         return look()
-    except Exception as error:  # whatever a user's code raises where it is looked at
+    except Exception as error:  # whatever a user's code raises
         if what not in _said:
             _said.add(what)
             log.debug("%s is left alone, since a look at it fails: %s", what, type(error).__name__, exc_info=True)

@@ -1,6 +1,6 @@
-"""What tests and benchmarks may ask of a planned model, and how to make its plans the same on every machine.
+"""Functions for tests and benchmarks: how a planned model runs, and the same plans on every machine.
 
-Everything else inside of a session may change from release to release.
+All other internals of a session may change from release to release.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ EAGER, OFFLOADED, RELEASED = Mode.EAGER.value, Mode.OFFLOADED.value, Mode.GIVEN_
 class StepView:
     """How the latest step of a model runs, or ran."""
 
-    signature: tuple[int, ...]  # numbers of its captured graphs, in the order of their forwards; empty where eager
-    ways: tuple[str, ...]  # how each of its forwards runs; one way for the whole step where it runs eager
+    signature: tuple[int, ...]  # numbers of its captured graphs, in the order of their forwards; empty if eager
+    ways: tuple[str, ...]  # how each of its forwards runs; one entry for the whole step if it runs eager
 
 
 def session_of(model: nn.Module) -> Session:
@@ -49,7 +49,7 @@ def captured_count(model: nn.Module) -> int:
 
 
 def is_eager(model: nn.Module) -> bool:
-    """Return whether the step under way runs as the user wrote it."""
+    """Return whether the step under way runs eager."""
     return session_of(model).is_eager
 
 
@@ -86,9 +86,9 @@ def _ways(step: CurrentStep) -> Iterator[str]:
 
 @contextmanager
 def changed_thresholds(**changes: float) -> Iterator[None]:
-    """Let the package begin to act otherwise at other sizes, counts and shares: fields of `Thresholds`.
+    """Return a context in which some fields of `Thresholds` have other values.
 
-    With `measures_times=False` plans are the same on every machine: times are estimated, bytes are measured as ever.
+    With `measures_times=False` plans are the same on every machine: times are estimated, bytes are still measured.
     """
     before, thresholds.current = thresholds.current, replace(thresholds.current, **changes)  # type: ignore[arg-type]
     try:

@@ -1,6 +1,6 @@
-"""Arguments and results of calls: tensors in containers and objects of any class. And how to make a call once more.
+"""Finds tensors in arguments and results of calls, in objects of any class; and keeps the state to make a call again.
 
-What a call of a module may change beside its results is kept in memory of NumPy, which no measurement of a step sees.
+Copies of that state are in memory of NumPy, which measurements of a step don't count.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from ..torch_private import tensor_state
 
 _PLAIN_DATA = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _WHOLE = (torch.Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
-MOST_THINGS = 4096  # in which to look for tensors
-MOST_BYTES = 2**20  # of a buffer that is kept: statistics and counters are smaller, and what is larger hardly changes
+MOST_THINGS = 4096  # most objects in which to look for tensors
+MOST_BYTES = 2**20  # largest buffer to copy: statistics and counters are smaller, and larger buffers hardly change
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """What one call of a planned module is given."""
+    """Types and shapes of the tensors that one call of a planned module is given."""
 
-    name: str  # the path of the module, or what stands for it
-    dtypes: tuple[torch.dtype, ...]  # of its tensors
+    name: str  # the path of the module, or another name for it
+    dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
 
     @staticmethod
     def of(name: str, tensors: Sequence[torch.Tensor]) -> ModuleCall:
-        """Describe a call with some tensors."""
+        """Return the record of a call with some tensors."""
         return ModuleCall(name, tuple(t.dtype for t in tensors), tuple(tuple(t.shape) for t in tensors))
 
 
 def tensors_inside(values: Any) -> list[torch.Tensor]:
-    """List the tensors in a tree of containers; where there are none, those that its objects hold, modules left out."""
+    """List the tensors in a tree of containers; if there are none, those in attributes of its objects, not modules."""
     tensors = tensor_state.tensors_among(values)
     return tensors or [thing for thing in islice(_things_in(values), MOST_THINGS) if is_of(thing, torch.Tensor)]
 
 
 def _things_in(value: Any) -> Iterator[Any]:
-    """Go through what containers and objects hold, however deep, each thing once, and no plain data.
+    """Yield the items of containers and the attributes of objects, at any depth, each once, without plain data.
 
-    Tensors, modules, classes and functions hold nothing.
+    Attributes of tensors, modules, classes and functions are not visited.
     """
     seen, stack = set[int](), [value]
     while stack:
@@ -61,9 +61,9 @@ def _things_in(value: Any) -> Iterator[Any]:
 
 
 class KeptState:
-    """Random numbers, the buffers of a module, and the numbers of tensors, kept to be put back.
+    """A copy of the random state, of a module's buffers, and of the numbers of some tensors, to restore.
 
-    Tensors are filled again, not replaced: whoever refers to one finds it as it was.
+    Tensors are filled in place, not replaced, so that references to them stay valid.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -72,7 +72,7 @@ class KeptState:
         self._numbers: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors, and a copy of each
 
     def put_back(self) -> None:
-        """Put everything back."""
+        """Restore the state."""
         for module, name, buffer in self._buffers:
             setattr(module, name, buffer)
         with torch.no_grad():
@@ -82,7 +82,7 @@ class KeptState:
 
 
 class BeforeCall(KeptState):
-    """What a call of a module finds: random numbers, buffers, and its arguments in containers of their own."""
+    """The state before a call of a module: random numbers, buffers, and its arguments in copied containers."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         super().__init__(module)
@@ -95,7 +95,7 @@ class BeforeCall(KeptState):
                 memory = torch.from_numpy(np.empty(size_bytes, np.uint8))
                 numbers = memory.view(buffer.dtype).reshape(buffer.shape).copy_(buffer.detach())
                 self._numbers.append((buffer, numbers))
-            else:  # must not change in the call
+            else:  # not copied: the call must not change it
                 self._read.append(buffer)
         self._versions = tensor_state.versions_of(self._read)
 
@@ -105,7 +105,7 @@ class BeforeCall(KeptState):
         return tensor_state.versions_of(self._read) == self._versions
 
     def restore(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Put random numbers and buffers back; return the arguments."""
+        """Restore random numbers and buffers; return the arguments."""
         self.put_back()
         args, kwargs = self._arguments
         return args, kwargs

@@ -1,12 +1,12 @@
-"""Activation checkpointing and torch.compile that others switched on: a plan takes their place, and gives it back.
+"""Switches off activation checkpointing and torch.compile inside of a planned model, and restores them.
 
-transformers and diffusers keep the function that checkpoints in each module with a flag, `gradient_checkpointing`;
-`checkpoint_wrapper` of torch keeps it in the wrapper. A plan puts what only calls in the place of that function. The
-flag stays, and so does all that a library does beside: a model of transformers makes no cache while it is on. Where a
-module calls torch.utils.checkpoint by itself there is nothing to replace: that is captured, and the plan decides.
+transformers and diffusers keep the checkpoint function in each module with a flag, `gradient_checkpointing`;
+`checkpoint_wrapper` of torch keeps it in the wrapper. A plan replaces this function by one that only calls. The flag
+stays on, with its other effects: a model of transformers makes no cache while it is on. If a module's own code calls
+torch.utils.checkpoint, nothing is replaced: the call is captured, and the plan decides what to recompute.
 
-Code that torch.compile made stands aside too, of a whole model or of one of its parts. `module.compile()` puts the
-compiled call in the place of the module's own. `torch.compile(module)` returns a module, maybe a part of a model.
+Code compiled by torch.compile is replaced too, of a whole model or of a part: `module.compile()` replaces the module's
+own call, and `torch.compile(module)` returns a module, which may be a part of a model.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_che
 
 
 class ReplacedCheckpointing:
-    """What checkpoints in the modules of one model, and stands aside while it is planned."""
+    """The checkpoint functions in the modules of one model, which are replaced while it is planned."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root, self._is_told = root, False
         self._places: list[tuple[str, nn.Module, str]] | None = None
 
     def replace(self) -> None:
-        """Take the place of all that checkpoints now; what was switched on since the last time, too."""
+        """Replace all checkpoint functions, also those that were set since the last call."""
         if self._places is None:
             self._places = list(_places(self._root))
         for _, module, name in self._places:
@@ -50,7 +50,7 @@ class ReplacedCheckpointing:
                 module.__dict__[name] = _OnlyCalls(function)
 
     def put_back(self) -> None:
-        """Switch all checkpointing on again that was switched off."""
+        """Restore all checkpoint functions."""
         for _, module, name in self._places or ():
             function = module.__dict__.get(name)
             if isinstance(function, _OnlyCalls):
@@ -58,7 +58,7 @@ class ReplacedCheckpointing:
         self._places = None
 
     def paths(self) -> list[str]:
-        """List the modules whose calls would be checkpointed without the plan, none of them around another."""
+        """List the paths of the innermost modules that would be checkpointed without the plan."""
         on = []
         for path, module, name in self._places or ():
             is_asked = name == WRAPPED_FUNCTION or getattr(module, FLAG, False) is True
@@ -68,7 +68,7 @@ class ReplacedCheckpointing:
         return [path for path in on if not any(other != path and other.startswith(around[path]) for other in on)]
 
     def describe(self, plan: Plan) -> str | None:
-        """Describe what the plan replaces, once, with the peak that it has with it and without; None for nothing."""
+        """Describe, once, the checkpointing that a plan replaces, and the peaks with and without it; None for none."""
         paths = self.paths()
         if self._is_told or not paths:
             return None
@@ -94,23 +94,23 @@ def checkpointed_modules(root: nn.Module) -> int:
 
 
 class CompiledCall(StandIn):
-    """Stands in for the call of a module that was compiled in place, where a `Finder` would not see it.
+    """Replaces the call of a module that was compiled in place, which a `Finder` would not see.
 
-    What it calls is given the module, the compiled call, and arguments: calls the module by a plan, or else the latter.
+    It calls `call` with the module, the compiled call, and the arguments; `call` plans it, or runs the compiled call.
     """
 
     def __init__(self, call: Callable[..., Any], module: nn.Module, compiled: Callable[..., Any]) -> None:
         self._call, self._module, self._compiled = call, module, compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, by a plan or compiled; what is compiled around it has it in its own code."""
+        """Call the module, by a plan or compiled; if torch.compile traces around it, let it trace the plain call."""
         if torch.compiler.is_compiling():
             return hooks.plain_call(self._module, *args, **kwargs)
         return self._call(self._module, self._compiled, args, kwargs)
 
 
 def take_compiled(model: nn.Module) -> list[Callable[[], None]]:
-    """Take the compiled code out of a model that is to be planned; return what puts each of it back."""
+    """Replace the compiled code in a model that is to be planned; return functions that restore it."""
     put_back = [run_eager(inner) for inner in compiled_inside(model)]
     for module in model.modules():
         call = hooks.get_call(module)
@@ -121,11 +121,11 @@ def take_compiled(model: nn.Module) -> list[Callable[[], None]]:
 
 
 class _OnlyCalls:
-    """Calls what a function would checkpoint. Copies and pickles of a module have that function again."""
+    """Calls a function instead of checkpointing it. Copies and pickles of a module get the checkpoint function back."""
 
     def __init__(self, replaced: Callable[..., Any]) -> None:
         self.replaced = replaced
-        # A reentrant one is an autograd function, which has no gradients where none of its tensors has one.
+        # Reentrant checkpointing is an autograd function: without an argument that requires grad it has no gradients.
         self._is_reentrant = getattr(replaced, "keywords", {}).get("use_reentrant", False) in (True, None)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _places(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """List where functions that checkpoint are kept, or may be later: path and module, and name of the attribute."""
+    """Yield where checkpoint functions are kept, or may be later: path, module, and name of the attribute."""
     for path, module in root.named_modules():
         if any(kind.__name__ == WRAPPER for kind in type(module).__mro__):
             yield path, module, WRAPPED_FUNCTION
@@ -152,7 +152,7 @@ def _places(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _calls_of(graph: Graph, paths: Sequence[str]) -> list[list[int]]:
-    """List the forward nodes of each module's call; a captured part knows its modules by the ends of their paths."""
+    """List the forward nodes of each module's call; a captured graph has only the ends of module paths."""
     known = [path.split(".") if path else [] for path in paths]
     # A number alone names no module.
     ends = {".".join(parts[n:]) for parts in known for n, first in enumerate(parts) if not first.isdigit()}

@@ -1,4 +1,4 @@
-"""Slots: what stands in for the call, or the training step, of a module whose calls may be planned; and for which."""
+"""Slots, which replace the call or the training step of a module that may be planned; and modules that can't be."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WITH_COMPILE = (
     "Call it without torch.compile; with transformers' Trainer pass torch_compile=False. Or call "
     "remove_hiremate(model) and keep torch.compile(model, backend='hiremate', options={'budget': ...})."
 )
-# By names of classes: what is not installed, or not used, need not be imported.
+# By class name, so that packages that are not installed or not used are not imported.
 FOREIGN = {
     "FullyShardedDataParallel": (
         "FSDP1 flattens the parameters of each unit into one, which no plan can follow. Use fully_shard() (FSDP2) "
@@ -34,7 +34,7 @@ FOREIGN = {
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A call of a module, by its path in the model, with what it is given."""
+    """A call of a module, with the module's path in the model and the arguments."""
 
     path: str
     module: nn.Module
@@ -43,16 +43,16 @@ class Called:
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """All that it is given."""
+        """Positional and keyword arguments."""
         return self.args, self.kwargs
 
     @property
     def name(self) -> str:
-        """What messages call the module: its path, or the class of the model itself."""
+        """The name of the module in messages: its path, or the class of the model itself."""
         return self.path or type(self.module).__name__
 
     def run(self) -> Any:
-        """Call the module as if nothing stood in for it."""
+        """Call the module without its slot."""
         return hooks.plain_call(self.module, *self.args, **self.kwargs)
 
 
@@ -69,7 +69,7 @@ class Caller(Protocol):
 
 
 class StandIn:
-    """Stands in for the call of a module as it was written. Copies and pickles of the module are as it was written."""
+    """Replaces the call of a module. Copies and pickles of the module have the original call."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave copies and pickles of a module unplanned; LightningModule copies its whole state."""
@@ -77,7 +77,7 @@ class StandIn:
 
 
 class Slot(StandIn):
-    """Stands in for the call of one module, and hands its calls to who takes them."""
+    """Replaces the call of one module, and hands its calls to its targets."""
 
     def __init__(self, targets: Caller, path: str, module: nn.Module) -> None:
         self.targets, self._path, self._module = targets, path, module
@@ -98,10 +98,10 @@ class Slot(StandIn):
 
 
 class HookedSlot(Slot):
-    """Stands in for the call of a module with backward hooks, where graphs end.
+    """Replaces the call of a module with backward hooks, which break graphs.
 
-    All slots share their code. What Dynamo captures of it up to such a module would be taken for the calls of others,
-    which then run as they are: so it doesn't look at this one.
+    All slots share their code. If Dynamo captured the code up to such a module, it would run this capture for other
+    slots too, whose calls would then be unplanned. So Dynamo is disabled here.
     """
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
@@ -111,16 +111,16 @@ class HookedSlot(Slot):
 
 
 def slot_for(targets: Caller, path: str, module: nn.Module) -> Slot:
-    """Make what stands in for the call of a module."""
+    """Make the slot of a module."""
     kind = HookedSlot if hooks.has_backward_hooks(module) else Slot
     return kind(targets, path, module)
 
 
 class WaitingSlots(dict[nn.Module, Slot]):
-    """Slots of what is inside of planned modules, by module, in place between calls: they see what is called alone.
+    """Slots of the modules inside of planned ones: between planned calls they see which of these are called alone.
 
-    During a call they are taken away, since Dynamo would capture them. To put them back takes time, and makes Dynamo
-    look at all guards of these modules: it is done after the first calls, and then now and again.
+    During a planned call they are taken away, since Dynamo would capture them. To put them back takes time, and makes
+    Dynamo check all guards of these modules: so that is done after the first calls only, and later now and then.
     """
 
     _calls = 0
@@ -144,7 +144,7 @@ class WaitingSlots(dict[nn.Module, Slot]):
 
 
 class StepSlot:
-    """Stands in for the training step of one module, `plain`. Lightning reads the signature of what it wraps."""
+    """Replaces the training step of one module, `plain`, whose signature Lightning reads from `__wrapped__`."""
 
     def __init__(self, call: Callable[..., Any], plain: Callable[..., Any]) -> None:
         self._call, self._plain = call, plain
@@ -161,7 +161,7 @@ class StepSlot:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_outer_compile() -> None:
-    """Refuse a torch.compile around a planned module: its graph ends here, so that the error comes as it is."""
+    """Refuse a torch.compile around a planned module; Dynamo is disabled here, so that the error reaches the user."""
     raise ConfigurationError(f"A torch.compile is around a module that is planned by hiremate(). {WITH_COMPILE}")
 
 
@@ -169,7 +169,7 @@ def _refuse_outer_compile() -> None:
 
 
 def refuse(root: nn.Module) -> None:
-    """Refuse what can't be planned, by name and with the way out.
+    """Refuse a model that can't be planned; the error names the module and what to do.
 
     Raises:
         ConfigurationError: If the model is compiled, sharded or replicated already, or is no module.
@@ -189,7 +189,7 @@ def refuse(root: nn.Module) -> None:
 
 
 def refuse_each(root: nn.Module, reason_of: Callable[[nn.Module], str | None]) -> None:
-    """Refuse a model of which any module has a reason to be refused, by a ConfigurationError."""
+    """Raise a ConfigurationError if any module of a model has a reason to be refused."""
     for name, module in root.named_modules():
         reason = reason_of(module)
         if reason is not None:
@@ -198,7 +198,7 @@ def refuse_each(root: nn.Module, reason_of: Callable[[nn.Module], str | None]) -
 
 
 def reason_of_others(module: nn.Module) -> str | None:
-    """Return why what another tool did to a module prevents a plan; it may have done so after we took over."""
+    """Return how another tool has changed a module so that it can't be planned; it may do so after `attach`."""
     reason = next((FOREIGN[c.__name__] for c in type(module).__mro__ if c.__name__ in FOREIGN), None)
     if reason is None and any(p.device.type == "xla" for p in module.parameters(recurse=False)):
         return "XLA decides on memory itself. Train on CUDA devices or on the CPU."

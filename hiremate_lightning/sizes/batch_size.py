@@ -1,12 +1,12 @@
-"""The largest batch within a budget, found by planning: steps at two small sizes, a forecast for all others, a proof.
+"""The largest batch within a budget, found by planning: steps at two small sizes, a forecast for others, a proof.
 
 1. Run one real step at each of two sizes, at the least memory, and record them.
 2. Refit the step as a function of the size (`Forecast`), and search for the best size with the planner (`size_search`).
-3. Run the step there, plan it by what was measured, run it again under its plan, and compare its peak with the budget.
-   Where the truth differs, refit with it and step back.
+3. Run the step at that size, plan it by its measurement, run it by its plan, and compare its peak with the budget.
+   If it does not fit, refit with this step and search below it.
 
-So no size is tried that was not predicted to fit, and the size that is returned has run. At most six real steps are
-taken, and everything that they changed is put back: weights, optimizers, random numbers.
+So no size is tried that was not predicted to fit, and the size that is returned has run. At most six real steps run,
+and all state that they change is restored: weights, optimizers, random generators.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hiremate_lightning")
 
-MAX_STEPS = 6  # real steps of a search
-FAR = 4  # times the largest sample: beyond it, another sample is taken half way
-CAUTION = 0.9  # factor on the overhead to aim for, after a prediction of it was too low
-STEP_BACK = 0.8  # of a size that failed and from which nothing can be forecast
+MAX_STEPS = 6  # most real steps of a search
+FAR = 4  # take a third sample half way if the largest size that fits exceeds so many times the second
+CAUTION = 0.9  # factor on the largest accepted overhead, after a predicted overhead was too low
+STEP_BACK = 0.8  # next size, as a share of one that failed, if there is no forecast
 
 
 def find_max_batch_size(
@@ -178,10 +178,10 @@ class SizeFinder:
         self._trials: dict[int, SizeTrial] = {}
         self._max_overhead = options.max_overhead
         self._failed: set[int] = set()
-        self._spare_bytes = self._budget_bytes = 0  # the first by how much a prediction was wrong
+        self._spare_bytes = self._budget_bytes = 0  # excess of measured peaks, left free; the budget
 
     def find(self) -> BatchSizeResult:
-        """Search; what steps change is for the caller to put back.
+        """Search for the size; the caller restores the state that steps change.
 
         Raises:
             ConfigurationError: If the step can't be scaled, or takes too much overhead at size 1.
@@ -225,7 +225,7 @@ class SizeFinder:
     # ---------------------------------------------------------------- samples
 
     def _sample_two(self) -> None:
-        """Run a step at two sizes, where the budget has room for the second one."""
+        """Run a step at two sizes, if the budget has room for the second one."""
         first = self._sample_first()
         second = self._second_size(first)
         if second == first:
@@ -253,7 +253,7 @@ class SizeFinder:
             self._sample(feasible // 2)
 
     def _sample_first(self) -> int:
-        """Run a step at the first size, or at the largest part of it that fits."""
+        """Run a step at the first size; while it does not fit, at a quarter of it. Return the size that ran."""
         size = self._options.init_val
         refused: InfeasibleBudgetError | None = None
         while True:
@@ -272,7 +272,7 @@ class SizeFinder:
                 if size == 1:
                     raise refused from error
                 size = max(1, size // 4)
-            except Exception as error:  # the user chose another size: some models can't train on fewer samples
+            except Exception as error:  # at a size smaller than the user chose: some models can't train on few samples
                 if refused is None:
                     raise
                 raise refused from error
@@ -280,13 +280,13 @@ class SizeFinder:
                 return size
 
     def _sample(self, size: int) -> None:
-        # One rank that stops inside a step would leave the others waiting in it. Size 1 runs to find out what it needs.
+        # A rank that stops inside of a step leaves the others waiting in it. Size 1 runs to find out what it needs.
         on_infeasible = "warn" if _is_distributed() or size == 1 else "raise"
         with self._runner.trial(size, self._budget_bytes, on_infeasible, max_plans=0):
             pass  # its first step is the sample
 
     def _second_size(self, first: int) -> int:
-        """Choose a size that is sure to fit, even if memory grows with its square; the larger, the better it tells."""
+        """Return the largest size that is sure to fit, even if memory grows with its square."""
         sample = self._runner.seen[first]
         least = least_memory(sample.step).peak_bytes
         ratio = (self._limit_bytes - self._runner.fixed_bytes) / max(1, least + sample.batch_bytes)
@@ -296,7 +296,7 @@ class SizeFinder:
         return self._agree(min(second, self._options.max_val))
 
     def _difference(self, first: int, second: int) -> str | None:
-        """Describe where the steps at two sizes are not the same graph, here or on another rank; None for nowhere."""
+        """Describe where the steps at two sizes differ as graphs, on this or another rank; None if they don't."""
         words = self._graph(first).difference(self._graph(second))
         return None if self._agree(words is None) else words or "on another rank"
 
@@ -311,7 +311,7 @@ class SizeFinder:
         return self._budget_bytes - int(self._options.margin * room_bytes) - self._spare_bytes
 
     def _forecast(self) -> Forecast | None:
-        """Refit the step from the samples that are the same graph as the latest; None where that is only one."""
+        """Fit the step to the samples with the same graph as the latest one; None if there is only one sample."""
         seen = self._runner.alike()
         if self._agree(len(seen)) < 2:
             return None
@@ -327,7 +327,7 @@ class SizeFinder:
         )
 
     def _predict(self, high: int) -> FoundSize:
-        """Search for the best size up to one; ranks agree on the smallest."""
+        """Search for the best size up to `high`; ranks agree on the smallest."""
         forecast = self._forecast()
         if forecast is None:
             seen = max(self._runner.seen)
@@ -341,7 +341,7 @@ class SizeFinder:
         return replace(answer, size=size, unplanned_size=self._agree(answer.unplanned_size))
 
     def _nothing_fits(self, trial: SizeTrial, validation_bytes: int) -> ConfigurationError | InfeasibleBudgetError:
-        """Describe what stands against size 1."""
+        """Return the error that says why not even size 1 is accepted."""
         budget_bytes, limit_bytes, overhead = self._budget_bytes, self._limit_bytes, trial.overhead
         if overhead is not None and overhead > self._max_overhead and validation_bytes <= limit_bytes:
             return ConfigurationError(
@@ -362,7 +362,7 @@ class SizeFinder:
     # ---------------------------------------------------------------- proof
 
     def _holds(self, size: int) -> bool:
-        """Run a size, plan it, and run it by its plan; return whether it fits. Later predictions learn from it."""
+        """Run a size, plan it, and run it by its plan; return whether it fits. Correct later predictions by it."""
         with self._runner.trial(size, self._budget_bytes, "warn", max_plans=1) as trial:
             planned = self._trials[size] = trial_of(size, trial.plan(), self._runner.optimizer_ms)
             if not self._agree(planned.fits and self._runner.seen[size].validation_bytes <= self._budget_bytes):
@@ -381,7 +381,7 @@ class SizeFinder:
         return bool(self._agree(excess_bytes <= 0))
 
     def _fall_back(self, failed: FoundSize) -> FoundSize:
-        """Return the largest size that ran at the least memory and that a plan was predicted to fit."""
+        """Return the largest size that ran at the least memory and is predicted to fit by a plan."""
         forecast = self._forecast()
         if forecast is None and 1 in self._failed:
             raise self._nothing_fits(self._trials[1], self._runner.seen[1].validation_bytes)
@@ -407,7 +407,7 @@ class SizeFinder:
 
 
 def _captured_shapes(graph: Graph) -> list[tuple[int, ...]]:
-    """List the shapes of all tensors but those that stand for bytes of outside code, which vary by themselves."""
+    """List the shapes of all tensors except those that stand for memory of outside code, which varies by itself."""
     outside = {index for index, node in enumerate(graph.nodes) if node.op == OUTSIDE}
     return [tensor.shape for tensor in graph.tensors if tensor.producer not in outside]
 

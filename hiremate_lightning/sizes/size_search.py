@@ -1,8 +1,8 @@
-"""Search for a size by planning: the largest that fits, or the one with the most samples per second.
+"""Searches for a size by planning: the largest that fits, or the one with the most samples per second.
 
-A `Forecast` knows a step at every size, and what else is there. Whether given decisions fit a size is quick to say, and
-bytes grow with the size: so bisections find the largest size that fits without a plan, and the largest at which the
-least memory fits. A plan takes a solve. Its overhead grows with the size too, but for what the solver leaves, so few
+A `Forecast` has the step and the resident bytes at every size. Bytes grow with the size, and it takes no time to check
+whether given decisions fit: so bisections find the largest size that fits without a plan, and the largest at which the
+least memory fits. A plan takes a solve. Its overhead grows with the size too, up to the gap of the solver, so a few
 plans between these two sizes, and a little beyond, are enough.
 """
 
@@ -31,13 +31,13 @@ from ..records.step import Decisions, Step
 from ..units import Budget, format_bytes, format_ratio
 
 TOLERANCE = 0.03  # relative width at which a search for the largest size stops
-HALVINGS = 6  # of the budgets between the least memory and no plan, to name one that is enough
+HALVINGS = 6  # bisection steps between the least memory and no plan, to find a budget that is enough
 GRID = 6  # sizes between the largest without a plan and the largest that fits, tried for throughput
 SAME_RATE = 0.001  # relative difference of rates below which the larger size is taken
 
 
 class Limit(str, Enum):
-    """What stands against a larger size."""
+    """The reason why no larger size is accepted."""
 
     MEMORY = "memory"
     OVERHEAD = "overhead"
@@ -54,11 +54,11 @@ class SizeTrial:
     """One size; peaks include resident bytes."""
 
     size: int
-    predicted_peak_bytes: int  # under its plan; the least memory where no plan fits
-    unplanned_peak_bytes: int  # without a plan
-    overhead: float | None  # predicted time of recomputation over that of the rest, a ratio; None where no plan fits
-    samples_per_s: float | None  # predicted, of the captured part and the optimizer; None where no plan fits
-    measured_peak_bytes: int | None = None  # of a real step under its plan, by the allocator; None where none ran
+    predicted_peak_bytes: int  # by its plan; by that of the least memory if no plan fits
+    unplanned_peak_bytes: int  # predicted without a plan
+    overhead: float | None  # predicted time of recomputation over that of the rest, a ratio; None if no plan fits
+    samples_per_s: float | None  # predicted for captured graphs and optimizer; None if no plan fits
+    measured_peak_bytes: int | None = None  # of a real step by its plan, by the allocator; None if none ran
 
     @property
     def fits(self) -> bool:
@@ -74,17 +74,17 @@ class Forecast:
         SizesDifferError: If two of the samples differ in more than sizes.
     """
 
-    samples: Mapping[int, Step]  # the step by size, at least 2
-    block_bytes: int  # the allocator hands out multiples of it
-    resident: Line  # bytes that exist before it, by size
-    limit_bytes: int  # the budget, less what to leave free; resident bytes included
-    options: SessionOptions  # how to plan
-    fixed_ms: float = 0.0  # what a step takes beside the captured part, whatever its size
-    validation: Line | None = None  # peak of validation by size, resident bytes included; None where there is none
+    samples: Mapping[int, Step]  # the step by size, at two sizes or more
+    block_bytes: int  # the allocator allocates multiples of these bytes
+    resident: Line  # bytes that exist before the step, by size
+    limit_bytes: int  # the budget less the bytes to leave free; resident bytes included
+    options: SessionOptions  # options of plans
+    fixed_ms: float = 0.0  # time of a step outside of captured graphs, the same for all sizes
+    validation: Line | None = None  # peak of validation by size, resident bytes included; None without validation
     trials: dict[int, SizeTrial] = field(default_factory=dict)  # the sizes that were planned
 
     def __post_init__(self) -> None:
-        """Refit the step from its samples, the largest one first."""
+        """Fit the step to its samples, the largest one first."""
         sizes = sorted(self.samples, reverse=True)
         costed = [(self.samples[size].graph, self.samples[size].profile) for size in sizes]
         self._at_sizes = GraphAtSizes(costed, [(size,) for size in sizes], on_line, self.block_bytes)
@@ -93,14 +93,14 @@ class Forecast:
         self._rungs: list[Decisions] = [least_memory(self._base).recompute]
 
     def at(self, size: int) -> Step:
-        """Return the step at a size; at the size of a sample, that sample."""
+        """Return the step at a size; a sample itself at its size."""
         if size not in self._steps:
             graph, profile = self._at_sizes.at((size,))
             self._steps[size] = replace(self._base, graph=graph, profile=profile)
         return self._steps[size]
 
     def least_bytes(self, size: int) -> int:
-        """Return the smallest peak at a size by decisions that are known; that of validation where it is larger."""
+        """Return the smallest peak at a size by decisions found so far, or the peak of validation if that is larger."""
         least_bytes = self.resident.whole(size) + min(map(self.at(size).peak_bytes, self._rungs))
         return max(least_bytes, self.validation_bytes(size))
 
@@ -109,17 +109,17 @@ class Forecast:
         return self.resident.whole(size) + self.at(size).plain_bytes
 
     def validation_bytes(self, size: int) -> int:
-        """Return the peak of validation at a size, resident bytes included; 0 where there is none."""
+        """Return the peak of validation at a size, resident bytes included; 0 without validation."""
         return 0 if self.validation is None else math.ceil(self.validation.measured(size))
 
     def largest_unplanned(self, high: int) -> int:
-        """Return the largest size up to one that fits without a plan; 0 for none."""
+        """Return the largest size up to `high` that fits without a plan; 0 for none."""
         return bisect_right(range(1, high + 1), self.limit_bytes, key=self.unplanned_bytes)
 
     def largest_feasible(self, high: int) -> int:
-        """Return the largest size up to one at which the least memory fits, and validation; 0 for none.
+        """Return the largest size up to `high` at which the least memory and validation fit; 0 for none.
 
-        The least memory is searched for there again, as long as that lets a larger size fit.
+        The least memory is solved again at that size, as long as this lets a larger size fit.
         """
         sizes = range(1, high + 1)
         size, before = bisect_right(sizes, self.limit_bytes, key=self.least_bytes), -1
@@ -129,7 +129,7 @@ class Forecast:
         return size
 
     def trial(self, size: int) -> SizeTrial:
-        """Plan a size; once."""
+        """Plan a size, the first time; return the trial."""
         if size not in self.trials:
             self.trials[size] = trial_of(size, self._plan(size, self.limit_bytes), self.fixed_ms)
         return self.trials[size]
@@ -139,7 +139,7 @@ class Forecast:
         return unless_short(make_plan(self.at(size), room, self.options, target=str(size)))
 
     def enough_bytes(self, size: int, max_overhead: float) -> int:
-        """Return a budget under which a plan fits at a size and takes no more overhead, near the least such one."""
+        """Return a budget, near the smallest one, under which a size has a plan of at most this overhead."""
         low, high = self.least_bytes(size) - 1, self.unplanned_bytes(size)
         tried = low + 1
         for _ in range(HALVINGS):
@@ -152,7 +152,7 @@ class Forecast:
         return high
 
     def accepts(self, size: int, max_overhead: float) -> bool:
-        """Whether validation fits at a size, and a plan that takes no more overhead."""
+        """Whether validation fits at a size, and a plan of at most this overhead."""
         if self.validation_bytes(size) > self.limit_bytes:
             return False
         overhead = self.trial(size).overhead
@@ -160,12 +160,12 @@ class Forecast:
 
 
 def least_memory(step: Step) -> Solution:
-    """Find the least memory of a step at once."""
+    """Return a solution of the least memory of a step, by a heuristic."""
     return smallest_budget(Problem(step.graph, step.profile, UNLIMITED))
 
 
 def trial_of(size: int, plan: Plan, fixed_ms: float) -> SizeTrial:
-    """Read a trial off a plan."""
+    """Return the trial of a size by its plan; `fixed_ms` is added to the time of the step."""
     fits = plan.planned_peak_bytes <= plan.budget_bytes
     step_ms = plan.planned.time_ms + fixed_ms
     return SizeTrial(
@@ -180,19 +180,19 @@ def trial_of(size: int, plan: Plan, fixed_ms: float) -> SizeTrial:
 
 @dataclass(frozen=True, slots=True)
 class FoundSize:
-    """What a search has found."""
+    """The result of a search."""
 
-    size: int  # the best one; 0 where not even 1 is accepted
-    limit: Limit  # what stands against a larger one
-    unplanned_size: int  # the largest that fits without a plan; 0 for none
+    size: int  # the best size; 0 if not even 1 is accepted
+    limit: Limit  # why no larger size is accepted
+    unplanned_size: int  # the largest size that fits without a plan; 0 for none
 
 
 def search(forecast: Forecast, high: int, max_overhead: float, objective: Objective, max_plans: int) -> FoundSize:
-    """Find the best size up to `high`, by a number of plans at most, and what stands against a larger one."""
+    """Find the best size up to `high` with at most `max_plans` plans, and why no larger one is accepted."""
     feasible = forecast.largest_feasible(high)
     unplanned = forecast.largest_unplanned(feasible) if feasible else 0
     size, refused = max(1, unplanned), high + 1
-    if size > 1 and not forecast.accepts(size, max_overhead):  # a plan may not do what eager PyTorch does
+    if size > 1 and not forecast.accepts(size, max_overhead):  # a plan may need more than eager PyTorch
         size, refused = 1, size
     if not feasible or not forecast.accepts(size, max_overhead):
         return FoundSize(0, Limit.MEMORY, 0)
@@ -201,7 +201,7 @@ def search(forecast: Forecast, high: int, max_overhead: float, objective: Object
             tried = _between(forecast, size, refused, max_overhead)
         elif size < feasible:
             tried = feasible
-        else:  # the least memory that a heuristic finds is not the least that there is
+        else:  # the exact least memory may be below that of the heuristic
             tried = min(max(size + 1, int((1 + TOLERANCE) * size)), high)
         if forecast.accepts(tried, max_overhead):
             size = tried
@@ -215,7 +215,7 @@ def search(forecast: Forecast, high: int, max_overhead: float, objective: Object
 
 
 def _between(forecast: Forecast, size: int, refused: int, max_overhead: float) -> int:
-    """Return where the line between two overheads meets the limit, and in every second trial the middle."""
+    """Return the size at which the line between two overheads meets the limit; in every second trial the middle."""
     share, at_size, at_refused = 0.5, forecast.trial(size).overhead or 0.0, forecast.trial(refused).overhead
     if at_refused is not None and at_refused > max_overhead and len(forecast.trials) % 2:
         share = (max_overhead - at_size) / (at_refused - at_size)
@@ -247,11 +247,11 @@ def _fastest(forecast: Forecast, unplanned: int, end: int, max_overhead: float) 
 
 @dataclass(frozen=True)
 class BatchSizeResult:
-    """The best size within a budget; `int()` gives it.
+    """The best size within a budget; `int(result)` is the size.
 
     Attributes:
         size: The size. It has run.
-        limited_by: What stands against a larger one.
+        limited_by: Why no larger size is accepted.
         unplanned_size: The largest size that was predicted to fit without a plan, 0 for none.
         objective: "largest" or "throughput".
         budget_bytes: The budget, resident bytes included.
@@ -279,7 +279,7 @@ class BatchSizeResult:
 
     @property
     def trial(self) -> SizeTrial | None:
-        """What is known of the size; None where its plan could not be predicted."""
+        """The trial of the size; None if its plan could not be predicted."""
         return next((trial for trial in self.trials if trial.size == self.size), None)
 
     def to_dict(self) -> dict[str, Any]:

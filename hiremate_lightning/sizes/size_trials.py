@@ -1,4 +1,4 @@
-"""Real steps at chosen sizes, which leave no trace: recorded, and planned only where that is to be proven."""
+"""Runs real steps at chosen sizes and restores all state: the steps are recorded, and planned if a plan is to run."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 
 class TrainingState(KeptState):
-    """What training changes: weights, buffers, gradients, optimizers, random numbers. Kept, and put back as it was.
+    """A copy of the state that training changes, to restore: weights, buffers, gradients, optimizers, random numbers.
 
-    Copies lie in host memory, so that keeping them takes nothing of the device's. What else is kept has a state dict.
+    Copies are in host memory, and take no device memory. `others` are further objects with a `state_dict`.
     """
 
     def __init__(
@@ -60,21 +60,21 @@ class TrainingState(KeptState):
         return tuple(self._optimizers)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep the state of an optimizer, before its first step; one that is kept already stays as kept."""
+        """Copy the state of an optimizer before its first step, unless it was copied before."""
         if optimizer not in self._optimizers:
             state = {p: {n: self._kept(v) for n, v in values.items()} for p, values in optimizer.state.items()}
             groups = [{n: v if n == "params" else self._kept(v) for n, v in g.items()} for g in optimizer.param_groups]
             self._optimizers[optimizer] = state, groups
 
     def _kept(self, value: Any) -> Any:
-        """Keep a value: the numbers of a tensor, a copy of anything else."""
+        """Return a copy of a value; of a tensor, copy the numbers to the host and return the tensor itself."""
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
         self._numbers.append((value, value.detach().to("cpu", copy=True)))
         return value
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore all state."""
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
         for optimizer, (states, groups) in self._optimizers.items():
@@ -93,23 +93,23 @@ class TrainingState(KeptState):
 class TrialSteps:
     """The steps of one size, in a session of their own."""
 
-    step: Step | None = None  # the first one; None before it has ended
-    resident: Resident  # what existed after it, its batch included
+    step: Step | None = None  # the first step; None before it has ended
+    resident: Resident  # the memory that existed after the first step, its batch included
 
     def __init__(self, session: Session) -> None:
-        self.plans: list[Plan] = []  # of the session, as they are made, and again as they are measured
+        self.plans: list[Plan] = []  # each plan of the session when it is made, and again when it was measured
         self._session, self._steps = session, session.steps
         session.listeners.append(self.plans.append)
 
     def step_begins(self, batch: Any) -> None:
-        """Count the whole batch of the step: the planned modules may receive only a part of it."""
+        """Count all tensors of the batch of the step: planned modules may receive only some of them."""
         self._session.expect_batch(batch)
 
     def step_ends(self, batch: Any) -> None:
-        """End the step, while its batch is still there.
+        """End the step, while its batch still exists; after the first step set `step` and `resident`.
 
         Raises:
-            ConfigurationError: If the first step was no single forward and backward, or was not measured.
+            ConfigurationError: If the first step did not run one forward and one backward, or was not measured.
         """
         self._session.end_step()
         if self.step is not None:
@@ -136,7 +136,7 @@ class TrialSteps:
         return self.plans[-1]
 
     def peak_of(self, function: Callable[[], Any], device: torch.device) -> int:
-        """Run a function between steps; return its peak with all that exists beside it, gradients included."""
+        """Run a function between steps; return its peak in bytes, with resident bytes and gradients."""
         self._session.expect_batch(())
         resident = self._steps.resident()
         with torch.no_grad():
@@ -145,50 +145,50 @@ class TrialSteps:
 
 @dataclass(frozen=True, slots=True)
 class RealStep:
-    """What a real step at a size has shown."""
+    """The measurement of a real step at a size."""
 
     step: Step
-    batch_bytes: int  # of its batch on the model's device
-    validation_bytes: int  # peak of a validation step of that size, all that exists included; 0 where there is none
+    batch_bytes: int  # bytes of its batch on the model's device
+    validation_bytes: int  # peak of a validation step of that size, resident bytes included; 0 without validation
 
 
 @dataclass(eq=False)
 class SizeRunner:
-    """Runs steps of chosen sizes, and remembers what they have shown."""
+    """Runs steps of chosen sizes, and keeps their measurements."""
 
     root: nn.Module  # the module whose steps run
-    options: SessionOptions  # how to plan, and for which budget
-    state: TrainingState  # what steps change
-    train: Callable[[int, TrialSteps], None]  # runs a step of a size; tells the trial of the batch before and after it
+    options: SessionOptions  # options and budget of plans
+    state: TrainingState  # the state to restore
+    train: Callable[[int, TrialSteps], None]  # runs a step of a size; gives the trial its batch before and after it
     make_targets: Callable[[Session], Targets | StepTarget]  # takes over the calls of the module for a session
     validate: Callable[[int], Any] | None = None  # runs one step of validation of a size
-    seen: dict[int, RealStep] = field(default_factory=dict)  # what has run, by size; the latest one last
-    steps: int = 0  # real ones so far
-    fixed_bytes: int = 0  # that exist beside a step whatever its size, as of the latest step
+    seen: dict[int, RealStep] = field(default_factory=dict)  # measured steps by size, the latest one last
+    steps: int = 0  # number of real steps so far
+    fixed_bytes: int = 0  # bytes that exist before a step at any size, without its batch, as of the latest step
     optimizer_ms: float = 0.0  # time of the optimizers in the latest step
 
     @property
     def device(self) -> torch.device:
-        """Where the module is."""
+        """The device of the module."""
         return next(self.root.parameters()).device
 
     def free_bytes(self) -> int:
-        """Return the bytes that "auto" stands for: what is there, and most of what is free."""
+        """Return the bytes that the budget "auto" stands for: resident bytes and most of the free ones."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         resident = ResidentMemory(self.root).count(())
         return resolve(Budget(), resident.size_bytes, 0, free_bytes(self.device))
 
     def alike(self) -> dict[int, RealStep]:
-        """Return what has run the same graph as the latest step, by size, ascending."""
+        """Return the measured steps with the same graph as the latest one, by ascending size."""
         latest = list(self.seen.values())[-1].step.graph
         return {n: real for n, real in sorted(self.seen.items()) if real.step.graph.difference(latest) is None}
 
     @contextmanager
     def trial(self, size: int, budget_bytes: int, on_infeasible: str, max_plans: int) -> Iterator[TrialSteps]:
-        """Plan the module's calls by a new session, as long as the context lasts; 0 plans only record steps.
+        """Plan the module's calls by a new session while the context lasts; with `max_plans=0`, only record steps.
 
-        A first step is run and remembered, and validation after it.
+        The first step runs before the context is entered, then validation; `seen` gets their measurements.
         """
         options = replace(
             self.options,
@@ -227,7 +227,7 @@ class SizeRunner:
 
     @contextmanager
     def _watching_optimizers(self) -> Iterator[None]:
-        """Keep each optimizer's state before its first step, and take the time of its steps."""
+        """Copy each optimizer's state before its first step, and add the time of its steps to `optimizer_ms`."""
         self.optimizer_ms = 0.0
         began_ms: dict[torch.optim.Optimizer, float] = {}
 

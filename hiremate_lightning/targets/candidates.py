@@ -1,4 +1,4 @@
-"""The modules of a model that may be planned: those named, or all."""
+"""The modules of a model that may be planned: the named ones, or all."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Candidates:
 
     Args:
         root: The model.
-        target: Paths of those named, None for all.
+        target: Paths of the modules to plan; None for all.
 
     Raises:
-        ConfigurationError: If there is no module of a path.
+        ConfigurationError: If there is no module at a path.
     """
 
     def __init__(self, root: nn.Module, target: Target) -> None:
@@ -33,13 +33,13 @@ class Candidates:
         return self._target is None
 
     def by_path(self) -> dict[str, nn.Module]:
-        """List them, with what was added to the model since."""
+        """Return the modules that may be planned by path, with those added to the model since."""
         return dict(self._root.named_modules()) if self._target is None else _named(self._root, self._target)
 
     def holders(self) -> dict[str, nn.Module]:
-        """List the modules around those named, where one of them may be sharded: their calls begin the step.
+        """Return the modules around the named ones, if fully_shard() may have sharded them: their calls begin the step.
 
-        A unit gathers its own parameters before the first module in it is called.
+        A sharded unit gathers its parameters before the first module in it is called.
         """
         if self._target is None or not sharding.may_shard():
             return {}
@@ -48,7 +48,7 @@ class Candidates:
         return {name: modules[name] for name in outer if f"{name}." not in paths}
 
     def refuse_others(self, asked: nn.Module, target: Target) -> None:
-        """Refuse a second request, for the root or a part of it, that names other modules than the first."""
+        """Raise a ConfigurationError if a second request, for the root or a part of it, names other modules."""
         if target is not None and set(_named(asked, target).values()) != set(self.by_path().values()):
             raise ConfigurationError(
                 f"A model that is planned keeps its targets: expected target={self._target!r} as at first, found "
@@ -56,24 +56,24 @@ class Candidates:
             )
 
     def has_others_than(self, module: nn.Module) -> bool:
-        """Whether there are some that may still be called and planned, where one was called first."""
+        """Whether other modules with weights, outside of this one, may still be called and planned."""
         others = [m for m in self.by_path().values() if m is not module and m is not self._root]
         inner = set(map(id, module.modules()))
         return any(has_weights(m) and id(m) not in inner for m in others)
 
 
 def has_weights(module: nn.Module, besides: Collection[int] = ()) -> bool:
-    """Whether a module trains any parameters, besides those of some identities."""
+    """Whether a module trains any parameters whose `id` is not in `besides`."""
     return any(p.requires_grad and id(p) not in besides for p in module.parameters())
 
 
 def parts_with_weights(name: str, module: nn.Module) -> dict[str, nn.Module]:
-    """List what may be planned below a module of a path."""
+    """Return the modules with weights below a module, by path; `name` is the path of the module."""
     return {n: m for n, m in module.named_modules(prefix=name) if m is not module and has_weights(m)}
 
 
 def _named(root: nn.Module, target: str | Sequence[str]) -> dict[str, nn.Module]:
-    """Look up modules by their paths; the error for a path that no module has names the nearest ones."""
+    """Return the modules at some paths; the error for an unknown path names the nearest ones."""
     modules = dict(root.named_modules())
     names = [target] if isinstance(target, str | nn.Module) or not isinstance(target, Iterable) else [*target]
     for name in names:

@@ -1,7 +1,7 @@
-"""What `torch.compile(backend="hiremate")` compiles: the models, as far as graphs show them, and their sessions.
+"""The models and sessions of `torch.compile(backend="hiremate")`; a model is known by its captured graphs alone.
 
-All that is compiled with equal options shares one session. A session that was removed stays here: what its functions
-and modules have captured, and capture later, runs as it was written.
+All functions and modules compiled with equal options share one session. A removed session stays here: the code of its
+functions and modules, captured before or later, runs eager.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Key = tuple[tuple[str, str], ...]  # options by name, as text
 
 
 class CompiledModel(nn.Module):
-    """Stands for the model in a session that began with a captured graph; what it knows of is not kept alive.
+    """The model of a session that began with a captured graph; it refers weakly to parameters, buffers and functions.
 
     Attributes:
         key: The options.
-        is_removed: Whether all of it runs as it was written.
+        is_removed: Whether all of its code runs eager.
     """
 
     def __init__(self, key: Key) -> None:
@@ -38,9 +38,9 @@ class CompiledModel(nn.Module):
         self.key, self.is_removed = key, False
         self._callables = WeakIdKeyDictionary()  # the functions and modules whose calls were captured
         self._trained = WeakIdKeyDictionary()  # parameters, and other leaves that train, of the graphs that have run
-        self._held = WeakIdKeyDictionary()  # their buffers
+        self._held = WeakIdKeyDictionary()  # the buffers of these graphs
         self._has_trained = False
-        self._somewhere = torch.empty(0)  # tells the device where there are no parameters
+        self._somewhere = torch.empty(0)  # shows the device if there are no parameters
 
     @property
     def is_gone(self) -> bool:
@@ -48,10 +48,10 @@ class CompiledModel(nn.Module):
         return self._has_trained and not list(self._trained)
 
     def add_callables(self, callables: Iterable[Any]) -> None:
-        """Learn of functions and modules whose calls are captured."""
+        """Add functions and modules whose calls are captured."""
         for one in callables:
-            if type(one).__name__ != "method":  # made anew each time it is looked up; its object stays
-                with suppress(TypeError):  # of what can't be referred to without keeping it alive
+            if type(one).__name__ != "method":  # a bound method is a new object at each lookup
+                with suppress(TypeError):  # of an object without weak references
                     self._callables[one] = None
 
     def has_any(self, callables: Iterable[Any]) -> bool:
@@ -59,9 +59,9 @@ class CompiledModel(nn.Module):
         return any(one in self._callables for one in callables)
 
     def see(self, tensors: Sequence[torch.Tensor], buffers: Iterable[torch.Tensor]) -> None:
-        """Learn of the tensors that a graph is called with.
+        """Add the parameters and buffers that a graph is called with, at each run.
 
-        At each run: torch runs what it compiled for one model with the parameters of another of the same kind.
+        They may change: torch may run a graph that it compiled for one model with the parameters of another one.
 
         Raises:
             ConfigurationError: If a parameter belongs to a module that is planned.
@@ -79,15 +79,15 @@ class CompiledModel(nn.Module):
             self._somewhere = torch.empty(0, device=tensors[0].device)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Go through the parameters that still exist; an empty one where there are none, to tell the device."""
+        """Yield the parameters that still exist; an empty tensor on the device if there are none."""
         yield from list(self._trained) or [self._somewhere]
 
     def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        """Go through the buffers that still exist."""
+        """Yield the buffers that still exist."""
         return iter(self._held)
 
 
-_sessions: weakref.WeakKeyDictionary[Session, Any] = weakref.WeakKeyDictionary()  # and what ends their listening
+_sessions: weakref.WeakKeyDictionary[Session, Any] = weakref.WeakKeyDictionary()  # with handles of optimizer hooks
 
 
 def sessions() -> list[tuple[Session, CompiledModel]]:
@@ -101,7 +101,7 @@ def begin(session: Session) -> None:
 
 
 def session_of(code: Any) -> Session | None:
-    """Find the session of a function or a module that was compiled, or of what a module consists of."""
+    """Return the session of a compiled function or module, or of a module with any of its parameters; None for none."""
     code = compiled_by_torch.original(code)
     own = {id(p) for p in code.parameters()} if isinstance(code, nn.Module) else set()
     for session, model in sessions():
@@ -112,7 +112,7 @@ def session_of(code: Any) -> Session | None:
 
 
 def remove(session: Session) -> None:
-    """Stop planning all that shares a session; what is captured of it runs as it was written."""
+    """Stop planning all functions and modules of a session; their captured code runs eager."""
     assert isinstance(session.root, CompiledModel), "only such sessions are found here"
     session.root.is_removed = True
     _sessions[session].remove()

@@ -1,4 +1,4 @@
-"""Functions for Dynamo to compile: what a planned call enters, each time with a code object of its own."""
+"""The functions that Dynamo compiles for planned calls, one copy with a code object of its own for each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def call_found(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a forward that somebody has put in the place of its class's."""
+    """Call a forward that was assigned to a module in place of that of its class."""
     dynamo.hooks_of_all_modules()
     return forward(*args, **kwargs)
 
@@ -35,17 +35,17 @@ def call_training_step(module: Any, *args: Any, **kwargs: Any) -> Any:
     return type(module).training_step(module, *args, **kwargs)
 
 
-_Copies = list[tuple[Callable[..., Any], Callable[..., Any]]]  # functions above, and a copy of each
+_Copies = list[tuple[Callable[..., Any], Callable[..., Any]]]  # each of the functions above with a copy of it
 
-# Copies that no one uses, by their functions. Dynamo keeps what it compiled, and counts recompilations, by code object.
-# So each planned call needs its own. They are used again, never dropped: a code object that dies takes Dynamo's entries
-# with it inside the garbage collector, which crashes.
+# Unused copies by function. Dynamo stores compiled code and counts recompilations by code object, so each planned call
+# needs a code object of its own. Copies are used again and never dropped: if the garbage collector frees a code object,
+# Dynamo frees its entries inside of the collector, which crashes.
 _unused: defaultdict[Callable[..., Any], list[Callable[..., Any]]] = defaultdict(list)
 _numbers = itertools.count(1)
 
 
 def _take(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy that no one uses."""
+    """Return an unused copy of a function."""
     if _unused[function]:
         return _unused[function].pop()
     assert isinstance(function, types.FunctionType)
@@ -54,7 +54,7 @@ def _take(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _give_back(taken: _Copies) -> None:
-    """Forget what was compiled for copies, and let others use them."""
+    """Forget the code compiled for copies, and mark them as unused."""
     while taken:
         function, copy = taken.pop()
         dynamo.forget_compiled(copy)
@@ -65,7 +65,7 @@ class Compiler:
     """Compiles the calls of one session.
 
     Attributes:
-        replaced: How often another forward took the place of one that somebody had put into a module.
+        replaced: For each module, how often a forward that was assigned to it was replaced by another one.
     """
 
     def __init__(self, session: Session) -> None:
@@ -76,13 +76,13 @@ class Compiler:
         weakref.finalize(self, _give_back, self._taken)
 
     def compile(self, function: Callable[..., Any], first: Any) -> Callable[..., Any]:
-        """Compile a function of this module, its first argument given."""
+        """Compile a copy of a function of this file, with its first argument bound."""
         copy = _take(function)
         self._taken.append((function, copy))
         return functools.partial(torch.compile(copy, backend=self._session.backend()), first)
 
     def forward_of(self, module: nn.Module, forward: Callable[..., Any] | None) -> Callable[..., Any]:
-        """Return the compiled forward of a module: that of its class, or one that somebody has put there."""
+        """Return the compiled forward of a module: that of its class (None), or one that was assigned to the module."""
         before, compiled = self._forwards.get(module, (None, None))
         if compiled is None or before is not forward:
             self.replaced[module] += before is not None and forward is not None
@@ -91,10 +91,10 @@ class Compiler:
         return compiled
 
     def forget(self, module: nn.Module) -> None:
-        """Compile the forward of a module anew where it is called next."""
+        """Forget the compiled forward of a module: its next call compiles it again."""
         self._forwards.pop(module, None)
 
     def close(self) -> None:
-        """Forget all that was compiled."""
+        """Forget all compiled code."""
         self._forwards.clear()
         _give_back(self._taken)

@@ -1,10 +1,9 @@
-"""Which calls are planned: the modules whose place a session takes, found by themselves or named.
+"""Takes over the calls of the modules of a model, found automatically or named, and plans them by a session.
 
-A slot stands in for a module's call. What is planned is the outermost call of a module with trainable parameters, with
-gradients on and in training mode; calls inside of it belong to it. So with a LightningModule it is the module's own
-forward where `training_step` calls it, else the submodules that `training_step` calls. The module's own hooks run
-outside the plan, once; its forward is taken as found at the call, so that what others patched there (Accelerate's
-autocast) is honoured.
+A slot replaces a module's call. A call is planned if its module has trainable parameters and is in training mode,
+gradients are on, and no planned call is around it; calls inside of it belong to it. So of a LightningModule the forward
+is planned if `training_step` calls it, else the submodules that `training_step` calls. The module's own hooks run
+outside of the plan, once; its forward is read at each call, so that patches of it (Accelerate's autocast) count.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from .overseeing import (
 )
 from .together import options_together, together
 
-REPLACED = 2  # forwards in the place of others, after which a module's parts are planned instead
+REPLACED = 2  # plan a module's parts instead after its assigned forward was replaced so often
 
 _attached: weakref.WeakSet[Targets] = weakref.WeakSet()
 _numbers = itertools.count()
@@ -52,9 +51,9 @@ class Targets:
         session: Plans what is called.
         candidates: Its modules that may be planned.
         adopted: Modules whose calls are planned, by path, in the order in which they were first called.
-        is_inside: Whether one of their calls is under way.
-        number: In the order in which models were asked for, the same in all processes.
-        gives_way: Called where somebody asks for this model by name, and takes its place; None where it was asked for.
+        is_inside: Whether a planned call is under way.
+        number: Number of the request to plan, in order, the same in all processes.
+        gives_way: Called when a user plans this model explicitly; None if it was planned explicitly.
     """
 
     def __init__(self, root: nn.Module, session: Session, target: Target = None) -> None:
@@ -64,27 +63,27 @@ class Targets:
         self.adopted: dict[str, nn.Module] = {}
         self.candidates = Candidates(root, target)
         self._compiler = Compiler(session)
-        self._captured: set[str] = set()  # modules of which something was captured
-        self._passed_by: set[str] = set()  # modules of which nothing was
-        self._hooked: dict[str, frozenset[str]] = {}  # the kinds of hooks that were there then
-        self._uncaptured = 0  # calls in a row of which nothing was captured, though something was before
+        self._captured: set[str] = set()  # paths of modules of which something was captured
+        self._passed_by: set[str] = set()  # paths of modules whose parts are planned in their place
+        self._hooked: dict[str, frozenset[str]] = {}  # the kinds of hooks inside of these modules at that time
+        self._uncaptured = 0  # consecutive calls of which nothing was captured, of modules captured before
         self.is_inside = False
-        self._is_eager = False  # whether all calls run as the user wrote them
+        self._is_eager = False  # whether all calls run eager
         self.gives_way: Callable[[], None] | None = None
-        self._given_up = 0  # number of functions that Dynamo gave up, when it was last looked for their modules
-        self._latest_break = dynamo.latest_break()  # of what was captured before
-        self._uncaptured_parts = set[nn.Module]()  # that were called inside of a planned call, and tried in vain
-        self._uncaptured_kinds = set[type[nn.Module]]()
-        self._trains_others = False  # parameters that the root doesn't have
+        self._given_up = 0  # number of functions that Dynamo had given up at the latest search for their modules
+        self._latest_break = dynamo.latest_break()  # the latest graph break before this model
+        self._uncaptured_parts = set[nn.Module]()  # modules inside of a planned call whose capture failed
+        self._uncaptured_kinds = set[type[nn.Module]]()  # classes of modules whose capture failed
+        self._trains_others = False  # whether it trains parameters that the root doesn't have
         self._hook: Any = None
         self._waiting = WaitingSlots()
-        self._around: dict[str, nn.Module] = {}
-        self._thread = 0  # in which it was called last
+        self._around: dict[str, nn.Module] = {}  # modules around the named ones, as `Candidates.holders`
+        self._thread = 0  # thread of the latest call
         self.number = next(_numbers)
-        self._partner: Targets | None = None  # that was called in the same step
+        self._partner: Targets | None = None  # the model that is called in the same step
 
     def attach(self) -> None:
-        """Take over the calls of all candidates; once more for modules that were added since."""
+        """Take over the calls of all candidates; called again for modules that were added since."""
         if self not in _attached:
             self._hook = listen_to_optimizers(self.session)
             _attached.add(self)
@@ -112,11 +111,11 @@ class Targets:
         return {inner for adopted in self.adopted.values() for inner in adopted.modules()}
 
     def call(self, called: Called) -> Any:
-        """Call a candidate: planned where it trains and is outermost, or is called by what can't be captured."""
+        """Call a candidate: planned if it trains and is outermost, or if uncaptured code calls it."""
         module = called.module
         if self._is_eager or (self.is_inside and self.session.is_eager):
             return called.run()
-        if called.path in self._around:  # where it is sharded the step begins, before it gathers its parameters
+        if called.path in self._around:  # the step begins before a sharded module gathers its parameters
             if torch.is_grad_enabled() and module.training and sharding.has_units(module):
                 self.session.begin_step(called.arguments)
             return called.run()
@@ -133,20 +132,20 @@ class Targets:
         return self._call_outermost(called)
 
     def _call_outermost(self, called: Called) -> Any:
-        """Call a candidate that trains, in no other one: by a plan, but where that can't be or gains nothing."""
+        """Call an outermost candidate that trains: by a plan, unless it can't be planned or the plan gains nothing."""
         path, module = called.path, called.module
         if self.session.leaves_out(path, called.arguments, is_part=module in self._waiting):
             return self._call_unlearned(called)
         if path not in self.adopted and sharding.has_units_below(module):
             self._passed_by.add(path)
         self._take_back(called)
-        if path in self._passed_by:  # what it runs before the first planned part belongs to the step
+        if path in self._passed_by:  # code that it runs before the first planned part belongs to the step
             if self.session.begin_call(path, called.arguments, module.forward) and self.session.is_given_back:
                 return self._call_eager(called)
             return self._or_eager(self._call_passed_by, called)
         if path not in self.adopted:
             if module in self._waiting and backward_pass.is_running():
-                return called.run()  # a part of a planned call is computed again
+                return called.run()  # a part of a planned call is recomputed
             self._adopt(called)
         with self._waiting.away():
             if self.session.begin_call(path, called.arguments, module.forward):
@@ -154,9 +153,9 @@ class Targets:
             return self._or_eager(self._call_compiled, called)
 
     def _join(self) -> Targets | None:
-        """Plan together with a model that was in the same step before, when nothing waits; None to stay as it is.
+        """Join with a model that trains in the same step, once no graph waits; return None if there is none.
 
-        Each would count the other's memory as it happened to be, and neither could save what the other holds.
+        Apart, each plan would count the other model's memory as it was by chance, and could not lower it.
         """
         self._thread = threading.get_ident()
         if backward_pass.is_running():
@@ -186,7 +185,7 @@ class Targets:
         return joined
 
     def _is_beside(self, other: Targets) -> bool:
-        """Whether its forwards wait for their backward while another model is called, and one plan serves both."""
+        """Whether its forwards wait for their backward while another model is called, and both can have one plan."""
         is_free = self is not other and not self.is_inside and self._thread == other._thread
         are_whole = self.candidates.are_all and other.candidates.are_all and self.gives_way is None is other.gives_way
         if not (is_free and are_whole and self.session.holds_graphs):
@@ -194,7 +193,7 @@ class Targets:
         return options_together(self.session.options, other.session.options) is not None
 
     def call_copy(self, called: Called) -> Any:
-        """Call a copy of a candidate as the user wrote it: its weights are its own."""
+        """Call a copy of a candidate eager, since it has weights of its own; warn if it trains."""
         if torch.is_grad_enabled() and has_weights(called.module):
             self.session.say(
                 f"A copy of {called.name} was called that shares its attributes, as learn2learn's "
@@ -205,7 +204,7 @@ class Targets:
         return called.run()
 
     def _call_unlearned(self, called: Called) -> Any:
-        """Call a module, and all that it calls, as if nothing stood in for them."""
+        """Call a module, and all modules that it calls, eager and unobserved."""
         self._is_eager = True
         try:
             return called.run()
@@ -213,7 +212,7 @@ class Targets:
             self._is_eager = False
 
     def _call_eager(self, called: Called) -> Any:
-        """Call a module as the user wrote it, and all that it calls."""
+        """Call a module, and all modules that it calls, in an eager step."""
         self.is_inside = True
         try:
             return self.session.run_eager(called.arguments, called.run)
@@ -221,9 +220,9 @@ class Targets:
             self.is_inside = False
 
     def _or_eager(self, call: Callable[[Called], Any], called: Called) -> Any:
-        """Call a module; where it trains on a gradient through captured code, call the model as eager from then on.
+        """Call a module; if it takes a gradient of captured code with create_graph=True, run the model eager from then.
 
-        Only the gradient shows this, when a part of the forward has run. So the forward is called once more.
+        This shows only when that gradient is computed, in the middle of the forward. So the forward is called again.
         """
         before = None if self.session.captured_count else BeforeCall(called.module, called.args, called.kwargs)
         try:
@@ -252,7 +251,7 @@ class Targets:
             self._plan_what_new_forwards_call(called)
         elif path in self._captured and requires_gradient(result):
             self._uncaptured += 1
-            is_due = self._uncaptured.bit_count() == 1  # after 1, 2, 4, 8 such calls: what is in the way may be gone
+            is_due = self._uncaptured.bit_count() == 1  # after 1, 2, 4, 8 such calls: the cause may be gone
             if is_due and not classes_with_code(result):
                 self._compiler.forget(module)
             check_captured(self.session, called.name, result)
@@ -261,7 +260,7 @@ class Targets:
         return result
 
     def _call_passed_by(self, called: Called) -> Any:
-        """Call a module whose parts are planned in its place; where none could be, and none is left to try, refuse."""
+        """Call a module whose parts are planned in its place; refuse if no part could be, and none is left to try."""
         before = len(self._passed_by)
         result = called.run()
         if called.module is self.root and not self.session.captured_count and len(self._passed_by) == before:
@@ -269,7 +268,7 @@ class Targets:
         return result
 
     def _call_inside(self, called: Called) -> Any:
-        """Call a candidate inside of a planned call, where that is not captured: it becomes a graph of its own."""
+        """Call a candidate from uncaptured code inside of a planned call: it becomes a graph of its own."""
         before, module = self.session.runs, called.module
         with self._in_place(module):
             result = called.run()
@@ -287,9 +286,9 @@ class Targets:
             self.session.say(f"{name} could not be captured and runs without a plan, beside what is planned.")
 
     def _plan_what_given_up_code_calls(self, module: nn.Module) -> None:
-        """Let what runs uncaptured below modules whose forward Dynamo gave up be graphs of their own, from now on.
+        """Capture the uncaptured modules below a module whose forward Dynamo gave up, each as a graph of its own.
 
-        Dynamo looks at what such a forward calls, but not at modules of torch itself.
+        Dynamo captures functions that such a forward calls, but not modules of torch itself.
         """
         given_up, read = dynamo.given_up_count(), self.session.parameters_of_step
         if given_up == self._given_up or read is None:
@@ -307,9 +306,9 @@ class Targets:
                 self._say_split(f"{where} was not captured", type(outer))
 
     def _plan_what_new_forwards_call(self, called: Called) -> None:
-        """Plan the parts of a module that gets a forward of its own for each call, from the next step on.
+        """Plan the parts of a module to which a new forward is assigned for each call, from the next step on.
 
-        Each of them would be captured anew; what it wraps around the module's class's forward runs as it is.
+        Else each new forward would be captured again. It then runs uncaptured around the planned parts.
         """
         if self._compiler.replaced[called.module] < REPLACED:
             return
@@ -324,10 +323,10 @@ class Targets:
     def _plan_parts_of(self, called: Called, result: Any) -> bool:
         """Plan the parts of a module of which nothing was captured, from the next step on.
 
-        Dynamo gives up on a forward that breaks the graph in a loop, say; that of a torch.nn.Sequential is one.
+        For example, Dynamo gives up a forward with a graph break in a loop, such as that of torch.nn.Sequential.
 
         Returns:
-            Whether there is nothing to refuse: it has parts, or it is a part itself, or it doesn't train.
+            Whether the call is accepted: the module has parts, or is a part itself, or doesn't train.
         """
         if not requires_gradient(result):
             return True
@@ -345,12 +344,12 @@ class Targets:
         return True
 
     def _say_split(self, what: str, kind: type[nn.Module]) -> None:
-        """Say, once for each class, that parts of a module are planned in its place."""
+        """Warn, once for each class, that parts of a module are planned in its place."""
         text = f"{what} as a whole; from the next step on its parts are planned.{self.session.why_uncaptured()}"
         self.session.say(text, topic=f"split {kind.__qualname__}")
 
     def _plan_instead(self, called: Called, parts: Mapping[str, nn.Module]) -> None:
-        """Pass by a module, and plan what is below it."""
+        """Plan the parts of a module in its place."""
         if parts:
             self.session.abandon_step()
         self._passed_by.add(called.path)
@@ -361,7 +360,7 @@ class Targets:
                 hooks.set_call(part, slot_for(self, path, part))
 
     def _take_back(self, called: Called) -> None:
-        """Plan a module as a whole again, once, when hooks that kept it in parts, such as a debugger's, have gone."""
+        """Plan a module as a whole again, once, if hooks that split it, such as a debugger's, were removed."""
         hooked = self._hooked.get(called.path)
         if not hooked or hooked <= hooks.kinds_in(called.module):
             return
@@ -372,13 +371,13 @@ class Targets:
         self.adopted = {path: part for path, part in self.adopted.items() if part not in inner}
 
     def _trains(self, called: Called) -> bool:
-        """Whether gradients go through a call to what trains, whatever the mode of the module."""
+        """Whether a backward of a call reaches trained tensors, in training or eval mode."""
         if not torch.is_grad_enabled() or isinstance(called.module, torch.jit.ScriptModule):
             return False
         return has_weights(called.module) or (called.module is self.root and self._is_reached(called))
 
     def _say_untrained(self, called: Called) -> None:
-        """Report, once, a call with gradients that has no plan, inside of a transform or in eval mode."""
+        """Warn, once, of a call with gradients that has no plan: inside of a transform or in eval mode."""
         announced.add(self.session)
         if tensor_state.is_transforming():
             kind = type(self.root).__name__
@@ -395,9 +394,9 @@ class Targets:
             )
 
     def _call_untrained(self, called: Called) -> Any:
-        """Call a candidate without a plan; a call of training without gradients is watched.
+        """Call a candidate without a plan; measure an outermost call in training mode without gradients.
 
-        Inside of a transform tensors have no memory.
+        Inside of a transform nothing is measured, since tensors have no memory.
         """
         is_outermost = not (torch.is_grad_enabled() or self.is_inside or tensor_state.is_transforming())
         if is_outermost and called.module.training and has_weights(called.module):
@@ -408,11 +407,11 @@ class Targets:
         return result
 
     def _is_reached(self, called: Called) -> bool:
-        """Whether gradients go through the root, though it may have no weights."""
+        """Whether gradients flow through the root, though it may have no weights."""
         return self._trains_others or requires_gradient(called.arguments)
 
     def _learn_of_others_weights(self, called: Called, result: Any) -> None:
-        """Plan from the next call on what trains without having trained parameters: it can't be seen before it ran."""
+        """Plan a root without trained parameters from the next call on, if its result requires gradients."""
         if not (self.root.training and requires_gradient(result)) or has_weights(self.root):
             return
         if not self._is_reached(called):
@@ -424,8 +423,8 @@ class Targets:
             )
 
     def _adopt(self, called: Called) -> None:
-        """Plan a module's calls from now on; of its submodules, those that are called alone keep their slots."""
-        refuse_each(self.root, reason_of_others)  # what came after this was attached
+        """Plan a module's calls from now on; slots of its submodules see only calls outside of it."""
+        refuse_each(self.root, reason_of_others)  # other tools may have changed modules since `attach`
         self.adopted[called.path] = called.module
         self._waiting.pop(called.module, None)
         adopted = set(map(id, self.adopted.values()))
@@ -437,7 +436,7 @@ class Targets:
 
     @contextmanager
     def _in_place(self, module: nn.Module) -> Iterator[None]:
-        """Let the compiled forward stand in for the module's forward during one call; where it calls itself, too."""
+        """Replace the module's forward by the compiled one during one call, also if the module calls itself."""
         forward, slot, was_inside = module.__dict__.get("forward"), hooks.get_call(module), self.is_inside
         self.is_inside = True
         hooks.set_call(module, None)
@@ -455,7 +454,7 @@ class Targets:
 
 
 def planned_module_with(parameters: Sequence[torch.Tensor]) -> nn.Module | None:
-    """Find a module whose calls are planned and which has any of the parameters."""
+    """Return a module whose calls are planned and which has any of the parameters; None for none."""
     own = {id(p) for p in parameters}
     for planned in list(_attached):
         for module in planned.root.modules():
@@ -470,7 +469,7 @@ def is_inside_planned() -> bool:
 
 
 def give_way(root: nn.Module) -> None:
-    """Stop planning what nobody asked for by name, in a model or around it, since somebody does now."""
+    """Stop planning models that were planned automatically, in or around a model that a user plans now."""
     own = set(root.modules())
     for planned in list(_attached):
         if planned.gives_way is not None and not own.isdisjoint(planned.root.modules()):
@@ -479,7 +478,7 @@ def give_way(root: nn.Module) -> None:
 
 
 def targets_of(module: nn.Module) -> Targets | None:
-    """Find who plans the calls of a module or of anything in it; what is inside of a planned one has no slots."""
+    """Return the targets that plan calls of a module, or of a module in it or around it; None for none."""
     own = list(module.modules())
     slots = (hooks.get_call(inner) for inner in own)
     callers = [slot.targets for slot in slots if isinstance(slot, Slot)]

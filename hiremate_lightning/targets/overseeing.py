@@ -1,4 +1,4 @@
-"""Checks around planned calls: what ran without its plan is told, and what was raised inside has no effect later."""
+"""Checks around planned calls: they report calls that ran without a plan, and clean up after exceptions."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ UNPLANNED = (
     f"where a module is called; it is passed by where code calls its forward, or compiles around it. {WITH_COMPILE}"
 )
 
-announced: weakref.WeakSet[Session] = weakref.WeakSet()  # of which it is known that calls ran without a plan
+announced: weakref.WeakSet[Session] = weakref.WeakSet()  # sessions that have warned of calls without a plan
 
 
 def listen_to_optimizers(session: Session) -> Any:
-    """Tell a session of each optimizer step; the handle that is returned ends that."""
+    """Call a session after each optimizer step, and warn if training passes by its plans; return a handle to stop."""
     reference = weakref.ref(session)  # the hook is global, and must not keep the session alive
     runs_before: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -51,9 +51,9 @@ def _has_gradients_of(root: nn.Module, optimizer: torch.optim.Optimizer) -> bool
 
 @contextmanager
 def planned_call(session: Session, name: str, module: nn.Module) -> Iterator[None]:
-    """Surround a planned call, which has begun; one in which something is raised has no say in how later ones run.
+    """Return the context of a planned call; after an exception, code that was not captured is tried again later.
 
-    A profiler's labels are taken away from inside of the module, where they would end captured graphs.
+    Labels of a profiler inside of the module are removed during the call, since they would end captured graphs.
     """
     try:
         with session.calling(name), hooks.without_labels(module) as has_labels:
@@ -64,16 +64,15 @@ def planned_call(session: Session, name: str, module: nn.Module) -> Iterator[Non
                     "PyTorchProfiler(record_module_names=False) sets none."
                 )
             yield
-    except BaseException:  # Ctrl-C too: what was not captured because of it is tried again
+    except BaseException:  # Ctrl-C too: Dynamo tries again to capture code that the exception interrupted
         dynamo.try_again()
         raise
 
 
 def check_captured(session: Session, name: str, result: Any) -> None:
-    """Refuse a call that trains but ran none of our graphs: it must not pass in silence.
+    """Refuse a call that trains but ran no captured graph, or warn of it once if earlier calls were captured.
 
-    Where earlier calls were captured, training goes on and this is announced once. It goes on, too, where transforms
-    of torch.func run without a plan, which is announced already.
+    Calls inside of transforms of torch.func, which were warned of already, go on too.
 
     Raises:
         CaptureError: If anything in the result requires a gradient, and nothing was ever captured.

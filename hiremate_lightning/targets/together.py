@@ -1,4 +1,4 @@
-"""Models that train in the same memory: they are put into one, which has one plan and one budget."""
+"""Joins models that train in the same step into one, which has one plan and one budget."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import nn
 
 from ..options import SessionOptions
 
-NAMES_DIFFER = ("budget", "verbose")  # options that may be others for each of them
+NAMES_DIFFER = ("budget", "verbose")  # options that may differ between joined models
 
 
 class Together(nn.Module):
-    """Models in one module that is never called."""
+    """A module that holds joined models and is never called."""
 
 
 def together(models: Sequence[nn.Module]) -> nn.Module:
-    """Put models into one; those that were put together before come out of theirs."""
+    """Return one module with all models as children, also those of modules joined before."""
     if len(models) == 1:
         return models[0]
     parts = [part for model in models for part in (model.children() if isinstance(model, Together) else [model])]
@@ -32,7 +32,7 @@ def together(models: Sequence[nn.Module]) -> nn.Module:
 
 
 def options_together(one: SessionOptions, other: SessionOptions) -> SessionOptions | None:
-    """Return the options of a plan in place of two: the smaller budget; None where they ask for different things."""
+    """Return the options of one plan in place of two, with the smaller budget; None if they can't be joined."""
     budgets = one.budget, other.budget
     have_one_form = len({(budget.size_bytes is None, budget.share is None) for budget in budgets}) == 1
     kept = replace(other, **{name: getattr(one, name) for name in NAMES_DIFFER})

@@ -35,7 +35,7 @@ class StepTarget:
         refuse(root)
         self.root = root
         self.session = session
-        self._found = root.__dict__.get(self.METHOD)  # in the place of its class's
+        self._found = root.__dict__.get(self.METHOD)  # a method assigned in place of that of the class
         self._eager = self._found or getattr(type(root), self.METHOD).__get__(root)
         self._compiler = Compiler(session)
         if self._found is None:
