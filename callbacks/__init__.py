@@ -1,6 +1,6 @@
 """Lightning callbacks; installed, and always imported, as `hiremate_lightning.callbacks`."""
 
-if __name__ == "callbacks":  # the checkout is on the path: a second copy of each class would pass for the first
+if __name__ == "callbacks":  # imported from a checkout: this would make a second copy of each class
     raise ImportError("Import hiremate_lightning.callbacks instead of callbacks.")
 
 from hiremate_lightning.callbacks.batch_size import HiRemateBatchSizeFinder

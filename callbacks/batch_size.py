@@ -1,4 +1,4 @@
-"""The callback that finds the batch size of a LightningModule by planning, before it is fitted."""
+"""The callback that finds the batch size of a LightningModule by planning, before fitting starts."""
 
 from __future__ import annotations
 
@@ -116,11 +116,11 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
 
     @property
     def state_key(self) -> str:
-        """The name of its state in checkpoints: there may be a finder for each of several attributes."""
+        """The key of this callback's state in checkpoints: there may be one finder per attribute."""
         return self._generate_state_key(batch_arg_name=self._batch_arg_name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the size to checkpoints, once there is one."""
+        """Return the size for a checkpoint; {} before a search."""
         size = self._restored if self.result is None else self.result.size
         return {} if size is None else {"size": size}
 
@@ -155,7 +155,7 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
             )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Search, or set what a checkpoint has brought."""
+        """Search for the size, or set the size from a checkpoint."""
         if self._restored is not None:
             self.optimal_batch_size = self._restored
             _set_size(trainer, pl_module, self._batch_arg_name, self._restored)
@@ -164,13 +164,13 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
         else:
             self.scale_batch_size(trainer, pl_module)
 
-    # Only training is planned: the base class would search before these too.
+    # Only training is planned: the base class would also search before these stages.
     on_validation_start = Callback.on_validation_start
     on_test_start = Callback.on_test_start
     on_predict_start = Callback.on_predict_start
 
     def scale_batch_size(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Search, put everything back, and set the size.
+        """Search for the size, restore the training state, and set the size.
 
         Raises:
             BudgetError: If the budget is a share.
@@ -230,7 +230,7 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
 
 
 def _set_size(trainer: pl.Trainer, module: pl.LightningModule, name: str, size: Any) -> None:
-    """Set the attribute that holds the size, and make the loops ask for their data loaders again."""
+    """Set the attribute that holds the size, and make the loops rebuild their data loaders."""
     lightning_setattr(module, name, size)
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
         loop._combined_loader = None
@@ -238,7 +238,7 @@ def _set_size(trainer: pl.Trainer, module: pl.LightningModule, name: str, size: 
 
 
 class _OneBatch(IterableDataset[Any]):
-    """A data set of one ready batch."""
+    """A data set that yields one ready batch."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
@@ -248,7 +248,7 @@ class _OneBatch(IterableDataset[Any]):
 
 
 class _Trials:
-    """Runs the Trainer's own loops for one batch at a time; what they change in the Trainer is put back on exit."""
+    """Runs the Trainer's own loops for one batch at a time; on exit restores what they changed in the Trainer."""
 
     def __init__(
         self, trainer: pl.Trainer, module: pl.LightningModule, name: str, longest_batch: Callable[[int], Any] | None
@@ -284,13 +284,13 @@ class _Trials:
         loop.restarting = False
 
     def state(self) -> TrainingState:
-        """Keep the state of the training, to be put back after the search."""
+        """Return a copy of the training state, to restore after the search."""
         trainer = self._trainer
         others = [config.scheduler for config in trainer.lr_scheduler_configs]
         return TrainingState(self.module, trainer.optimizers, [*others, trainer.precision_plugin])
 
     def dataset_length(self, size: int) -> int:
-        """Return the number of samples of the training data on each device, a large number where nobody knows."""
+        """Return the number of training samples per device, a large number if it is unknown."""
         self._set(size)
         self._trainer.fit_loop.setup_data()
         loader = self._trainer.fit_loop._combined_loader
@@ -305,7 +305,7 @@ class _Trials:
         _set_size(self._trainer, self.module, self._name, size)
 
     def train(self, size: int, trial: TrialSteps) -> None:
-        """Run one training step, on the batch that `longest_batch` gives where there is one."""
+        """Run one training step, on the batch of `longest_batch` if that is set."""
         trainer, loop = self._trainer, self._trainer.fit_loop
         self._set(size)
         self._restart()
@@ -322,7 +322,7 @@ class _Trials:
             loop.run()
 
     def validate(self, size: int) -> None:
-        """Run one step of validation."""
+        """Run one validation step."""
         trainer = self._trainer
         self._set(size)
         trainer.callbacks = []  # type: ignore[attr-defined]
@@ -338,7 +338,7 @@ class _Trials:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Lightning from reporting on loops of one step."""
+    """Silence Lightning's messages about loops of one step."""
     said = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     was_disabled, said.disabled = said.disabled, True
     try:

@@ -1,4 +1,4 @@
-"""The callback that watches what training steps take, beside what their plans predict."""
+"""The callback that compares the measured peaks of training steps with the predictions of their plans."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from hiremate_lightning.torch_private.tensor_state import tensors_among
 from hiremate_lightning.units import format_bytes
 
 METRIC = f"{PREFIX}step_peak_bytes"
-EVERY_ON_CPU = 50  # steps; there a profiler records each allocation, twice in a row
+EVERY_ON_CPU = 50  # measure one of 50 steps, since a profiler records each allocation of this step and the one before
 FORWARD, BACKWARD, AFTER, OPTIMIZER = "the forward", "the backward", "what follows the backward", "the optimizer's step"
 IN_PLAN = "Something outside of the plan allocates there; a budget smaller by that much leaves room for it."
 BEYOND_PLAN = "No plan reaches there. Optimizers take less with foreach=False."
 
 
 class MemoryMonitor(Callback):
-    """Measure the peak memory of whole training steps, and say when something outside of the plan takes more.
+    """Measure the peak memory of whole training steps, and warn if a step takes more than its plan predicts.
 
-    A step is measured from `on_train_batch_start` to `on_train_batch_end`, optimizer included. On CUDA all that is
-    allocated counts; on a CPU the model, its optimizers and the batch, and what PyTorch allocates during the step.
-    Steps that the planning measures itself are left to it. Loggers get `hiremate/step_peak_bytes`. Without a plan,
-    peaks are measured and logged, and compared with nothing.
+    A step is measured from `on_train_batch_start` to `on_train_batch_end`, optimizer included. On CUDA all allocated
+    bytes count; on a CPU the model, its optimizers, the batch, and the bytes that PyTorch allocates during the step.
+    Steps that planning itself measures are skipped. Loggers get `hiremate/step_peak_bytes`. Without a plan, peaks are
+    measured and logged only.
 
     Args:
-        every_n_steps: Measure one of this many steps; by default each on CUDA, and one of 50 on a CPU, where measuring
-            takes time.
-        tolerance: Share of the predicted peak that a step may be above it before that is announced.
+        every_n_steps: Measure one of this many steps; by default each step on CUDA, and one of 50 on a CPU, where
+            measuring takes time.
+        tolerance: Warn if a step exceeds the predicted peak by more than this share of it.
 
     Attributes:
-        peak_bytes: Peak of the latest step that was measured, None before there is one.
-        highest_bytes: The highest of all that were measured, None before there is one.
+        peak_bytes: Peak of the latest measured step, None before the first.
+        highest_bytes: The highest measured peak, None before the first.
 
     Raises:
         ConfigurationError: If an argument is out of its range.
@@ -62,17 +62,17 @@ class MemoryMonitor(Callback):
         self._memory: ResidentMemory | None = None
         self._meter: MemoryMeter | None = None
         self._base_bytes = 0
-        self._steps = 0  # begun in this fit
-        self._counts = False  # whether the step under way is one to measure
-        self._sees_frees = False  # whether the step before was recorded: a CPU's profiler knows only what it saw made
+        self._steps = 0  # steps begun in this fit
+        self._counts = False  # whether to measure the step under way
+        self._sees_frees = False  # whether the previous step was recorded: a CPU shows frees of recorded bytes only
         self._warnings = Warnings()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to a running fit, so that spawned processes can have the callback."""
+        """Return the state without that of a running fit, so that the callback can go to spawned processes."""
         return {**self.__dict__, "_memory": None, "_meter": None}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Begin anew."""
+        """Reset the count of steps and the measurements."""
         if stage == "fit":
             self._memory, self._warnings = ResidentMemory(pl_module), Warnings()
             self._steps, self._sees_frees = 0, False
@@ -80,7 +80,7 @@ class MemoryMonitor(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin to measure, where this step's turn has come."""
+        """Begin to measure if this step is one to measure."""
         step, self._steps = self._steps, self._steps + 1
         if self._memory is None:
             return
@@ -139,7 +139,7 @@ class MemoryMonitor(Callback):
         self._memory = None
 
     def _is_left_to_planning(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
-        """Whether this may be one of the first steps, which planning measures: a second measurement would slow them."""
+        """Whether planning may measure this step, one of the first: a second measurement would slow it down."""
         is_planned = planner_of(trainer) is not None or targets_of(pl_module) is not None
         if self._steps > WATCHED_STEPS or not is_planned:
             return False
@@ -151,7 +151,7 @@ class MemoryMonitor(Callback):
             self._meter.mark(label)
 
     def _stop(self) -> list[Interval]:
-        """End the measurement; give nothing where there is none that saw the whole step."""
+        """End the measurement; return its intervals, [] if it did not cover the whole step."""
         meter, self._meter = self._meter, None
         if meter is None or self._memory is None:
             return []
@@ -161,7 +161,7 @@ class MemoryMonitor(Callback):
         return meter.intervals if is_whole else []
 
     def _compare(self, peak_bytes: int, highest: Interval, plans: tuple[Plan, ...]) -> None:
-        """Warn, once for each part of the step, where a step takes more than was planned."""
+        """Warn, once for each part of the step, if a step takes more than planned."""
         if not plans:
             return
         predicted = max(plan.planned_peak_bytes for plan in plans)
@@ -179,7 +179,7 @@ class MemoryMonitor(Callback):
 
 
 def _plans(trainer: pl.Trainer, pl_module: pl.LightningModule) -> tuple[Plan, ...]:
-    """Return the plans of all step signatures: which one ran may not be settled yet when a step ends."""
+    """Return the plans of all step signatures, since the plan that ran may be unknown when a step ends."""
     if (planner := planner_of(trainer)) is not None:
         return planner.plans
     targets = targets_of(pl_module)

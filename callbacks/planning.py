@@ -110,11 +110,11 @@ class HiRemateCallback(Callback):
         self.options = make_options(**{name: value for name, value in locals().items() if name in OPTIONS})
         self.target = target
         self._targets: Targets | StepTarget | None = None
-        self._unlogged: Plan | None = None  # a plan that loggers have not seen, or not as measured
+        self._unlogged: Plan | None = None  # a plan that was not logged yet, or not with its measurements
         self.plan: Plan | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to a running fit, so that spawned processes can have the callback."""
+        """Return the state without that of a running fit, so that the callback can go to spawned processes."""
         return {**self.__dict__, "_targets": None}
 
     @property
@@ -126,14 +126,14 @@ class HiRemateCallback(Callback):
 
     @contextmanager
     def paused(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
-        """Detach from the model for a while; afterwards its calls are planned anew."""
+        """Detach from the model during the block; afterwards plan its calls again."""
         self._detach()
         yield
         self.setup(trainer, pl_module, "fit")
         self.on_fit_start(trainer, pl_module)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Replace the model's calls by planned ones."""
+        """Replace the model's calls by planned calls."""
         if stage != "fit":
             return
         self._refuse(trainer, pl_module)
@@ -156,19 +156,19 @@ class HiRemateCallback(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Count the whole batch: the planned modules may receive only a part of it."""
+        """Count the bytes of the whole batch: the planned modules may receive only a part."""
         if self._targets is not None:
             self._targets.session.expect_batch(batch)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """End the step, since what follows (validation, checkpoints, the next batch) is not measured; log new plans."""
+        """End the step before validation, checkpoints and the next batch, which are not measured; log new plans."""
         if self._targets is None:
             return
         self._targets.session.end_step()
         if self._unlogged is not None:
             metrics = plan_metrics(self._unlogged, len(self.plans))
             self._unlogged = None
-            for logger in trainer.loggers:  # these write on rank zero only
+            for logger in trainer.loggers:  # they write on rank zero only
                 logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -208,7 +208,7 @@ class HiRemateCallback(Callback):
 
 
 def targets_for(module: pl.LightningModule, session: Session, target: Target) -> Targets | StepTarget:
-    """Return what takes over a module's training step, or its calls."""
+    """Return the target that takes over a module's training step, or its calls."""
     return StepTarget(module, session) if target == StepTarget.METHOD else Targets(module, session, target)
 
 

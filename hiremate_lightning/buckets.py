@@ -1,6 +1,6 @@
-"""Few lengths to pad to, for batches whose lengths vary, where each new length has to be captured.
+"""Chooses few lengths to pad to, for batches whose lengths vary, since each new length has to be captured.
 
-The lengths that pad least in total are found exactly, by a dynamic programme over the distinct lengths.
+A dynamic program over the distinct lengths finds the lengths of least total padding exactly.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def bucket_lengths(lengths: Iterable[int], count: int = 8) -> tuple[int, ...]:
         count: Most lengths to choose.
 
     Returns:
-        At most `count` of the given lengths, ascending, the longest among them: padding each length to the next of
-        these takes the least padding in total.
+        At most `count` of the lengths, ascending, the longest included. Padding each length to the next of these takes
+        the least padding in total.
 
     Raises:
         ConfigurationError: If there are no lengths, or one of them or the count is below 1.
@@ -34,9 +34,9 @@ def bucket_lengths(lengths: Iterable[int], count: int = 8) -> tuple[int, ...]:
     values, occurrences = np.unique(np.fromiter(lengths, dtype=np.int64), return_counts=True)
     if not len(values) or values[0] < 1 or count < 1:
         raise ConfigurationError("bucket_lengths needs lengths of at least 1, and a count of at least 1.")
-    before = np.concatenate([[0], np.cumsum(occurrences)])  # samples shorter than each length
+    before = np.concatenate([[0], np.cumsum(occurrences)])  # number of samples shorter than each length
     ends = len(values)
-    # least[i]: padded elements of all samples among the i shortest lengths, with the buckets so far
+    # least[i]: least padded elements of the samples of the i shortest lengths, with the number of buckets so far
     least = np.where(np.arange(ends + 1) == 0, 0.0, np.inf)
     chosen: list[np.ndarray] = []
     for _ in range(min(count, ends)):
@@ -61,7 +61,7 @@ def bucket_of(length: int, buckets: Sequence[int]) -> int:
 
     Args:
         length: Length of a batch.
-        buckets: What `bucket_lengths` gave.
+        buckets: The result of `bucket_lengths`.
 
     Raises:
         ConfigurationError: If the length is above the largest bucket.

@@ -1,7 +1,7 @@
-"""What is kept, and for how long: files of JSON, a store that is bounded, and garbage collected in known spans.
+"""JSON files for later runs, a bounded dictionary, and garbage collection after a block of code.
 
-A full collection looks at all objects, a million where PyTorch's compiler and a package of models are imported. Tracing
-and planning leave many cycles; what is made in a known span can be collected without that.
+A full collection visits all objects, a million once PyTorch's compiler and a package of models are imported. Tracing
+and planning leave many reference cycles; `collecting_what_it_leaves` collects only cycles made in its block.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ V = TypeVar("V")
 
 
 class Latest(dict[K, V]):
-    """The values that were set or made last, each by its key: one more than `most` drops the oldest."""
+    """A dictionary of the latest values: if it exceeds `most` entries, the oldest one is dropped."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
         self._most = most
 
     def __setitem__(self, key: K, value: V) -> None:
-        self.pop(key, None)  # what is set again is the latest one
+        self.pop(key, None)  # setting a key again makes it the latest
         super().__setitem__(key, value)
         if len(self) > self._most:
             del self[next(iter(self))]
 
     def get_or(self, key: K, make: Callable[[], V]) -> V:
-        """Return the value of a key, made where there is none: it is the latest one then."""
+        """Return the value of a key, which becomes the latest one; call `make` if there is none."""
         self[key] = value = self[key] if key in self else make()
         return value
 
 
 @dataclass(frozen=True, slots=True)
 class JsonFile:
-    """A file that later runs read again. One that is spoilt, or can't be written, is no error: a warning says so."""
+    """A file for later runs. A broken file, or one that can't be written, is no error: it is logged."""
 
     path: Path | None  # None for no file
-    ignored: str  # the warning where it can't be read, with places for its path and the reason
-    lost: str  # the warning where it can't be written, with the same places
+    ignored: str  # log text for a file that can't be read, with %s for the path and the reason
+    lost: str  # log text for a file that can't be written, with the same placeholders
 
     def read(self, decode: Callable[[Any], V]) -> V | None:
-        """Read and decode it; None where it is not there, or is spoilt."""
+        """Read and decode the file; return None if it is missing or broken."""
         if self.path is None or not self.path.is_file():
             return None
         try:
@@ -61,7 +61,7 @@ class JsonFile:
             return None
 
     def write(self, data: object) -> None:
-        """Write it whole, in the place of what it held."""
+        """Replace the file's contents as a whole."""
         if self.path is None:
             return
         try:
@@ -75,10 +75,10 @@ class JsonFile:
 
 @contextmanager
 def collecting_what_it_leaves() -> Iterator[None]:
-    """Collect, when it ends, the cycles that were made meanwhile; what is older is not looked at.
+    """Collect, when the block ends, the reference cycles made in it; older objects are not visited.
 
-    Nothing is collected before: what is alive then would count as old. So would an error on its way through, with the
-    frames that it holds, and all tensors there: these are left to the next collection.
+    Nothing is collected earlier: a collection would make the objects that are alive then old. For the same reason
+    nothing is collected if the block raises, since the error holds its frames and their tensors.
     """
     is_enabled = gc.isenabled()
     gc.disable()

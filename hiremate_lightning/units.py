@@ -1,8 +1,8 @@
-"""People's units, read and written: the only module that knows that GiB is 2**30 and GB is 10**9.
+"""Reads and writes units for people: the only module that defines GiB as 2**30 and GB as 10**9.
 
-A budget has three forms. Bytes (`"12 GiB"`, `"800 MB"`, an int) are absolute. A share (`"60%"`, a float in (0, 1]) is
-of what the unplanned step adds at its peak. `"auto"` is what the device has free, less a margin. `Budget` holds which
-one was meant; only the session can turn a share or "auto" into bytes, since only it knows the step and the device.
+A budget has three forms. Bytes (`"12 GiB"`, `"800 MB"`, an int) are absolute. A share (`"60%"`, a float in (0, 1]) is a
+share of the bytes that the eager step adds at its peak. `"auto"` is the device's free bytes less a margin. Only the
+session can turn a share or "auto" into bytes, since it has the step and the device.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ _NUMBER = re.compile(r"\s*((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)\.?[0-9]*(?:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A budget as it was asked for: exactly one of bytes or share is set, or neither for "auto"."""
+    """A budget as the user gave it: exactly one of bytes or share is set, or neither for "auto"."""
 
     size_bytes: int | None = None
     share: float | None = None
 
     @property
     def is_auto(self) -> bool:
-        """Whether the device decides."""
+        """Whether the budget is "auto"."""
         return self.size_bytes is None and self.share is None
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all that plain training adds."""
+        """Whether the budget is 100% of the bytes that the eager step adds."""
         return self.share == 1
 
     def __str__(self) -> str:
-        """Write it as a user would."""
+        """Write the budget as a user would."""
         if self.size_bytes is not None:
             return format_bytes(self.size_bytes)
         return "auto" if self.share is None else f"{100 * self.share:g}%"
 
 
 def parse_budget(value: int | float | str | Budget) -> Budget:
-    """Read a budget in any of its three forms; an int is of at least 1 MiB.
+    """Parse a budget in any of its three forms; an int must be at least 1 MiB.
 
     Raises:
         BudgetError: If the value is none of the three forms. The text shows them.
@@ -112,12 +112,12 @@ def _check_bytes(size_bytes: int, given: object) -> Budget:
 def _unreadable(value: object, reason: str, hint: str = "") -> BudgetError:
     text = repr(value)
     forms = TEXT_FORMS if isinstance(value, str) else FORMS
-    shown = f" {text}" if len(text) <= 60 else ""  # a model's would fill the screen
+    shown = f" {text}" if len(text) <= 60 else ""  # the text of a model would fill the screen
     return BudgetError(f"Cannot read the budget{shown}: {reason}. Expected {forms}.{hint}")
 
 
 def format_bytes(size_bytes: int | float, up: bool = False) -> str:
-    """Write bytes for people, in binary units, with three significant digits; rounded up, to be enough as a budget."""
+    """Write bytes in binary units with three significant digits; `up` rounds up, for a budget that must be enough."""
     sign, size = ("-" if size_bytes < 0 else ""), abs(size_bytes)
     for unit, name in BINARY_UNITS:
         if size >= unit:
@@ -129,7 +129,7 @@ def format_bytes(size_bytes: int | float, up: bool = False) -> str:
 
 
 def binary_unit(size_bytes: int) -> tuple[int, str]:
-    """Choose the binary unit in which a size is a handy number, of 2 or more."""
+    """Return the factor and the name of the largest binary unit in which a size is at least 2."""
     return next((unit for unit in BINARY_UNITS if size_bytes >= 2 * unit[0]), (1, "B"))
 
 

@@ -1,1 +1,1 @@
-"""The command `hiremate`, and planning without a device."""
+"""The command `hiremate`; it can plan without a device."""

@@ -1,6 +1,6 @@
 """The arguments of a command, read and checked before torch is loaded, which takes seconds.
 
-What only torch or the model's own code can tell is checked by the commands.
+The commands check what needs torch or the model's code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..units import Budget, parse_budget
 from .importing import split
 
 DEVICES = ("cpu", "cuda")
-WORDS = {  # that an option takes, and the error where it is another one
+WORDS = {  # words that an option takes, and the error for another word
     "loss": (("auto", "model", "sum"), "Unknown loss {!r}.{} Choose one of: auto, model, sum"),
     "zero_grad": (
         ("auto", "before", "after-forward", "accumulate"),
@@ -35,12 +35,12 @@ _BETWEEN = re.compile(r"(?<=[A-Za-z%])\s*,\s*")  # after a unit, or "auto"; othe
 
 
 def read_budgets(text: str) -> tuple[Budget, ...]:
-    """Read one budget or several, such as "70%,50%,30%"."""
+    """Parse one or several budgets, such as "70%,50%,30%"."""
     return tuple(dict.fromkeys(parse_budget(part) for part in _BETWEEN.split(text)))
 
 
 def read_methods(text: str) -> tuple[str, ...]:
-    """Read names of methods, such as "portfolio,rotor"."""
+    """Parse names of methods, such as "portfolio,rotor"."""
     names = tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
     if not names:
         raise ConfigurationError(f"--methods names none, found {text!r}. Name some, such as portfolio,hilp.")
@@ -70,7 +70,7 @@ def _read_host_budget(text: str) -> int:
 
 
 class Input(NamedTuple):
-    """One input as the command line names it: its keyword, "" for a positional one, its sizes, its type."""
+    """One input of the command line: its keyword ("" for a positional one), its shape, its type."""
 
     name: str
     shape: tuple[int, ...]  # the batch size first
@@ -81,7 +81,7 @@ class Input(NamedTuple):
 
 
 def read_inputs(text: str) -> tuple[Input, ...]:
-    """Read inputs such as "64x3x224x224" or "ids=8x128:int64,mask=8x128:bool"."""
+    """Parse inputs such as "64x3x224x224" or "ids=8x128:int64,mask=8x128:bool"."""
     parts = [part.strip() for part in text.split(",")]
     if len(parts) > 1 and all(part.isdecimal() for part in parts):
         raise ConfigurationError(
@@ -106,7 +106,7 @@ def _read_input(text: str) -> Input:
 
 
 def read_counts(text: str) -> tuple[int, ...]:
-    """Read the numbers of GPUs to shard over: "8", "2,4,8" or "auto", for which there are none."""
+    """Parse the numbers of GPUs to shard over: "8" or "2,4,8"; "auto" gives no numbers."""
     if text == "auto":
         return ()
     parts = [part.strip() for part in text.split(",")]
@@ -129,7 +129,7 @@ READERS: dict[str, Callable[[str], Any]] = {
 
 
 def read(asked: argparse.Namespace) -> None:
-    """Check all that can be checked without torch, and put values in the place of what lists or counts something."""
+    """Check all arguments that need no torch; replace lists and counts in `asked` by their parsed values."""
     given = {name: value for name, value in vars(asked).items() if value is not None}
     for name, reader in READERS.items():
         if isinstance(given.get(name), str):
@@ -139,7 +139,7 @@ def read(asked: argparse.Namespace) -> None:
             raise ConfigurationError(f"--{name.replace('_', '-')} must be above 0, found {given[name]}")
     for name in ("html", "svg", "json"):
         if given.get(name) not in (None, "-"):
-            writable(given[name])  # before minutes go into solving
+            writable(given[name])  # fail before solving, which takes minutes
     for name, (allowed, message) in WORDS.items():
         if name in given and given[name] not in allowed:
             raise ConfigurationError(message.format(given[name], did_you_mean(given[name], allowed)))

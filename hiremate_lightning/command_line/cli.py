@@ -1,8 +1,8 @@
-"""The command line, `hiremate`: plan a model without training it, and look at plans.
+"""The command line, `hiremate`: plans a model without training it, and shows plans.
 
-Exit codes: 0 where all went well, 1 where nothing fits the budget or a problem was found, 2 where the command line
-could not be understood, 130 after Ctrl-C. Errors take one line; `--debug` shows where they come from. What loads torch
-is imported by the commands that need it, so that help and mistaken options answer at once.
+Exit codes: 0 for success, 1 if nothing fits the budget or a problem was found, 2 for a wrong command line, 130 after
+Ctrl-C. Errors take one line; `--debug` shows the traceback. Only the commands that need torch import it, so that help
+and errors in options come at once.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .run import OneLineParser
 from .run import main as run_script
 
 OK, PROBLEM, USAGE, STOPPED = 0, 1, 2, 130
-RUN = "run"  # what follows is a script's, up to its last argument
+RUN = "run"  # the arguments after this word belong to a script
 SOLVERS = (
     f"leave it at the default, portfolio; to compare, segments, none, or a method of a paper: {', '.join(METHODS)}"
 )
 LABEL_WIDTH = 12
 
-# Options that other tools have, with what does it here.
+# Options of other tools, and what to use here instead.
 _MEANT = {
     **dict.fromkeys(
         ("--batch", "--batch-size", "--bs"), "The batch size is the first size of --input, such as --input 64x3x224x224"
@@ -95,7 +95,7 @@ _EXAMPLES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, by default that of the command line; return its exit code."""
+    """Run a command, by default the one of `sys.argv`; return its exit code."""
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     parser = _parser()
     if not words:
@@ -104,10 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == [RUN]:
         return run_script(words[1:], ends_process=arguments is None)
     is_script = [word.endswith(".py") for word in words] if words[0] == "doctor" else []
-    end = is_script.index(True) if any(is_script) else len(words)  # what follows is the script's
+    end = is_script.index(True) if any(is_script) else len(words)  # the rest belongs to the script
     try:
         asked = parser.parse_args(words[:end])
-    except SystemExit as stop:  # of argparse, which has said why: help is no error
+    except SystemExit as stop:  # from argparse, which has printed why; help is no error
         return int(stop.code or OK)
     asked.script = words[end:]
     with _quiet(asked.debug):
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    """Describe in one line what went wrong; what others raise needs its name, and its place in the user's code."""
+    """Describe an error in one line; errors from outside of this package with type and place in the user's code."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, HiRemateError) and line:
         return line
@@ -133,7 +133,7 @@ def _one_line(error: BaseException) -> str:
 
 @contextmanager
 def _quiet(debug: bool) -> Iterator[None]:
-    """Silence warnings about the model's code, and our own notes below errors, unless `--debug` asks for them."""
+    """Silence warnings about the model's code, and this package's logs below errors, unless `--debug` is given."""
     logger = logging.getLogger("hiremate_lightning")
     level = logger.level
     with warnings.catch_warnings():
@@ -150,12 +150,12 @@ def _quiet(debug: bool) -> Iterator[None]:
 
 
 class _Parser(OneLineParser):
-    """Answers a misspelt command or option with the nearest one, before anything that is missing."""
+    """Reports a misspelt command or option, with the nearest name, before missing arguments."""
 
     meant = _MEANT
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Check names before anything else, so that what is missing is not blamed on them."""
+        """Check names first, so that a misspelt name is not reported as a missing argument."""
         given = [*(sys.argv[1:] if args is None else args)]
         if self._subparsers is None:
             known = [name for action in self._actions for name in action.option_strings]
@@ -176,7 +176,7 @@ class _Parser(OneLineParser):
 
 
 class _Once(argparse.Action):
-    """Store an option that lists all its values; refuse a second one, which would replace the first in silence."""
+    """Store an option that takes a list; refuse a second use, which would replace the first silently."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if getattr(namespace, self.dest) != self.default:
@@ -233,7 +233,7 @@ def _add_model_commands(commands: Any) -> None:
     compare.add_argument("--methods", default=(), help="names of strategies, such as portfolio,hilp (default: all)")
     compare.add_argument("--svg", metavar="FILE", type=Path, help="draw time over budget, a line for each method")
     fit = _model_command(commands, "fit", "find the largest batch within a budget")
-    fit.set_defaults(fsdp="1", tp=1, units=None, param_dtype=None, link=None)  # gathers don't grow along a line
+    fit.set_defaults(fsdp="1", tp=1, units=None, param_dtype=None, link=None)  # gathers aren't linear in the batch
     fit.add_argument("--budget", required=True, help='"8 GiB", or "auto" for what is free')
     most = SEARCH_OPTIONS["max_val"].default
     fit.add_argument("--max-batch", type=int, default=most, help="largest size to look at (default: %(default)s)")
@@ -255,7 +255,7 @@ def _command(commands: Any, name: str, words: str, more: str = "") -> argparse.A
 
 
 def _model_command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
-    """Add a command that takes a model, its step, costs, solver and output as arguments."""
+    """Add a command whose arguments are a model, its step, costs, solver and output."""
     parser = _command(commands, name, words, f"\n\n{_FACTORY}")
     parser.add_argument("factory", metavar="FACTORY", help="what gives the model, see above")
     step = parser.add_argument_group("the step")
@@ -283,7 +283,7 @@ def _model_command(commands: Any, name: str, words: str) -> argparse.ArgumentPar
 
 
 def _add_several(parser: argparse.ArgumentParser) -> None:
-    """Add what spreads the model over several GPUs."""
+    """Add the arguments that spread a model over several GPUs."""
     several = parser.add_argument_group("several GPUs, each of which gets the inputs as named")
     words = "shard over N GPUs (FSDP2); plan also takes 2,4,8 and auto"
     several.add_argument("--fsdp", metavar="N", default="1", help=words)
@@ -302,7 +302,7 @@ def _add_json(parser: Any) -> None:
 
 
 def _on_model(asked: argparse.Namespace) -> int:
-    """Run a command that needs torch."""
+    """Run a command that needs torch, and return its exit code."""
     from .arguments import read
 
     read(asked)
@@ -314,14 +314,14 @@ def _on_model(asked: argparse.Namespace) -> int:
 
 
 def _doctor(asked: argparse.Namespace) -> int:
-    """Check that torch can be imported, then import it here and examine everything else."""
+    """Check that torch can be imported, then import it and check everything else."""
     from .arguments import read
     from .importing import import_failures
     from .script import find_script
 
     read(asked)
     if asked.script:
-        find_script(asked.script)  # says whether there is one
+        find_script(asked.script)  # raises if there is no such script
     with Console(stderr=True).status("HiRemate: importing what is installed"):
         failures = import_failures(["torch"])
     if not failures:

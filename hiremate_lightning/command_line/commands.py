@@ -1,4 +1,4 @@
-"""The commands that build a model: each takes what the command line asked for, and gives its exit code."""
+"""The commands that build a model: each takes the parsed arguments, and returns its exit code."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ LOOPS = {
     ),
     "accumulate": "Gradients, {}, exist before the step, which adds to them (--zero-grad accumulate).",
 }
-FIT_SIZES = (4, 8)  # batch sizes that `fit` captures: 1 and 2 are special to many operators
-FIT_PLANS = 12  # most sizes that `fit` plans
-LINK_GB_PER_S, LINK_LATENCY_MS = 25.0, 0.01  # to the host by PCIe 4 with 16 lanes, one way
+FIT_SIZES = (4, 8)  # batch sizes that `fit` captures, since many operators treat 1 and 2 specially
+FIT_PLANS = 12  # most sizes for which `fit` makes a plan
+LINK_GB_PER_S, LINK_LATENCY_MS = 25.0, 0.01  # link to the host: PCIe 4 with 16 lanes, one direction
 
 
 class _Work:
-    """The step that a command asked for, captured and costed on demand; `arguments.read` has read the arguments."""
+    """The step of a command, captured and costed on demand, from arguments parsed by `arguments.read`."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
         check_strategy(asked.solver)
@@ -76,7 +76,7 @@ class _Work:
             self.workload = Workload(find_factory(asked.factory), asked.factory, asked.input)
 
     def capture(self, size: int | None = None, shards: int | None = None) -> tuple[OfflineStep, Step]:
-        """Capture the step, at a batch size and sharded over a number of GPUs where these are given, and cost it."""
+        """Capture the step and cost it, at the given batch size and number of GPUs to shard over, if any."""
         options = self.options
         if shards is not None:
             options = replace(options, layout=replace(options.layout, shards=shards))
@@ -89,7 +89,7 @@ class _Work:
             return captured, captured.measured(lambda done, total: told("operations", done, total))
 
     def room(self, budget: Budget, resident_bytes: int = 0, plain_bytes: int = 0) -> Room:
-        """Return how many bytes a step has within a budget, which adds so many bytes to resident ones as it is."""
+        """Return the bytes that a step has within a budget; the eager step adds `plain_bytes` to resident ones."""
         if not budget.is_auto:
             return Room(budget, resolve(budget, resident_bytes, plain_bytes, 0), resident_bytes)
         free_bytes = free_host_bytes()
@@ -100,7 +100,7 @@ class _Work:
         return Room(budget, resolve(budget, 0, 0, free_bytes), resident_bytes)
 
     def notes(self, captured: OfflineStep) -> list[str]:
-        """Describe what the numbers rest on."""
+        """Describe the assumptions behind the numbers."""
         costs = "Times and workspaces of operations are measured one by one on this device."
         if not self.asked.measure:
             costs = (
@@ -127,7 +127,7 @@ class _Work:
         return notes
 
     def _several(self, layout: Layout, sent_bytes: int) -> str:
-        """Describe what several GPUs share, and what they send."""
+        """Describe what is split over several GPUs, and what they send."""
         is_cuda, link = self.options.device.type == "cuda", self.rates.link_bytes_per_ms
         devices = f"{layout.count} {'GPUs' if is_cuda else 'CPU processes (--device cuda plans for GPUs)'}"
         batch = f"Each of {devices} has a batch of its own"
@@ -164,7 +164,7 @@ def plan(asked: argparse.Namespace) -> int:
 
 
 def _plan_on(work: _Work, shards: int, on_infeasible: str = "raise") -> tuple[OfflineStep, Plan, list[str]]:
-    """Plan on a number of GPUs that parameters are sharded over; return the plan, and notes on the host's memory."""
+    """Plan a model sharded over a number of GPUs; return its captured step, the plan, and notes on offloading."""
     asked, (captured, step) = work.asked, work.capture(shards=shards)
     room = work.room(asked.budget, captured.resident_bytes, step.plain_bytes)
 
@@ -191,7 +191,7 @@ def _plan_on(work: _Work, shards: int, on_infeasible: str = "raise") -> tuple[Of
 
 
 def _host_words(step: Step, link: Link, host: Host, made: Plan, without: Plan) -> str:
-    """Describe a plan that may offload beside one that may not; the latter is at the least memory if nothing fits."""
+    """Compare a plan with offloading (`made`) with one without, which takes the least memory if nothing fits."""
     problem = Problem(step.graph, step.profile, 0, SolveOptions())
     needs = (least_need(each, made.resident_bytes) for each in (problem, replace(problem, host=host)))
     least, offloaded = (need.peak_bytes for need in needs)
@@ -212,7 +212,7 @@ def _host_words(step: Step, link: Link, host: Host, made: Plan, without: Plan) -
 
 
 def _plan_on_several(work: _Work) -> int:
-    """Plan on several numbers of GPUs; 1 where the budget is met on none of them."""
+    """Plan on several numbers of GPUs; return 1 if no plan meets the budget."""
     captured: list[OfflineStep] = []
 
     def look(shards: int) -> comparisons.Count:
@@ -246,7 +246,7 @@ def curve(asked: argparse.Namespace) -> int:
 
 
 def compare(asked: argparse.Namespace) -> int:
-    """Solve by several methods under the same budgets; 1 where none of them fits any. Ctrl-C keeps what is done."""
+    """Solve by several methods under the same budgets; return 1 if nothing fits. Ctrl-C keeps finished outcomes."""
     for name in asked.methods:
         check_strategy(name)
     methods = asked.methods or methods_to_compare()
@@ -276,11 +276,11 @@ def compare(asked: argparse.Namespace) -> int:
 
 
 def _budgets_in_words(work: _Work, captured: OfflineStep, step: Step) -> dict[int, str]:
-    """Return the bytes that the step may add under each budget, largest first; a picture has more than one budget."""
+    """Return {bytes that the step may add: budget in words}, largest first; add budgets if a picture needs several."""
     named, plain_bytes, resident_bytes = {}, step.plain_bytes, captured.resident_bytes
     for budget in work.asked.budgets:
         room = work.room(budget, resident_bytes, plain_bytes)
-        named[room.solved_bytes if room.step_bytes < plain_bytes else room.step_bytes] = str(budget)  # as `plan` does
+        named[room.solved_bytes if room.step_bytes < plain_bytes else room.step_bytes] = str(budget)  # as `plan` solves
     if work.asked.svg is not None and len(named) == 1 and min(named) < plain_bytes:
         more = comparisons.spread(min(named), plain_bytes)
         named |= {budget: format_bytes(resident_bytes + budget) for budget in more if budget not in named}
@@ -288,7 +288,7 @@ def _budgets_in_words(work: _Work, captured: OfflineStep, step: Step) -> dict[in
 
 
 def _solved_by_each(work: _Work, problem: Problem, named: dict[int, str], methods: Sequence[str]) -> Comparison:
-    """Solve until all is done or, where something was, Ctrl-C is pressed; the budgets that were asked for first."""
+    """Solve under the user's budgets first; Ctrl-C ends the solves once there is an outcome."""
     outcomes: list[Outcome] = []
     bounds: list[tuple[int, float | None]] = []
     told = work.reporter.solving(problem.step_ms)
@@ -345,7 +345,7 @@ def fit(asked: argparse.Namespace) -> int:
 
 
 def _forecast(work: _Work, seen: Sequence[tuple[OfflineStep, Step]], limit_bytes: int) -> Forecast:
-    """Make a forecast of all sizes, of a step that is the same at both."""
+    """Return a forecast of all sizes from the step captured at two sizes."""
     samples = {captured.size: step for captured, step in seen}
     resident = Line(list(samples), [captured.resident_bytes for captured, _ in seen])
     limit_s = max(1.0, work.asked.time_limit / FIT_PLANS)
@@ -357,7 +357,7 @@ def _forecast(work: _Work, seen: Sequence[tuple[OfflineStep, Step]], limit_bytes
 
 
 def doctor(asked: argparse.Namespace) -> int:
-    """Check the installation; 1 where something is wrong."""
+    """Check the installation; return 1 if something is wrong."""
     findings = examine(asked.factory, asked.script)
     is_bad = any(finding.verdict is Grade.BAD for finding in findings)
     styles = {Grade.GOOD: "green", Grade.KNOW: "magenta", Grade.BAD: "bold red"}
@@ -370,7 +370,7 @@ def doctor(asked: argparse.Namespace) -> int:
 
 
 def _answer(asked: argparse.Namespace, numbers: dict[str, Any], *shown: RenderableType) -> None:
-    """Write numbers as JSON where that was asked for; unless it went to the output, print what is shown, and notes."""
+    """Write numbers as JSON if `--json` is given; unless that is standard output, print `shown` and the notes."""
     if asked.json is not None:
         write_json(numbers, asked.json)
     if asked.json == "-":

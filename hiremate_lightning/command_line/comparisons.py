@@ -1,4 +1,4 @@
-"""What `hiremate compare`, `hiremate curve`, and `hiremate plan` on several GPUs show: numbers, and tables of these."""
+"""Numbers and tables of `hiremate compare`, `hiremate curve`, and `hiremate plan` on several GPUs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..units import format_bytes, format_ratio, format_time
 from .offline import ACCUMULATED, OfflineStep
 from .without_device import Rates
 
-DRAWN = 4  # budgets that a picture adds to a single one, up to plain training
+DRAWN = 4  # how many budgets a picture adds if the user gave one
 
 
 def wrapped(notes: Iterable[str]) -> Group:
-    """Put notes below each other, wrapped to the width of the terminal."""
+    """Return notes below each other, wrapped to the width of the terminal."""
     return Group(*(Text(note, "dim") for note in notes))
 
 
@@ -31,14 +31,14 @@ def wrapped(notes: Iterable[str]) -> Group:
 
 
 def spread(least: int, most: int) -> list[int]:
-    """Return budgets between one that is known and that of plain training, the largest first."""
+    """Return budgets between two, the largest first."""
     return [least + (most - least) * i // (DRAWN + 1) for i in reversed(range(1, DRAWN + 1))]
 
 
 def method_numbers(
     comparison: Comparison, budgets: dict[int, str], resident_bytes: int, plain_bytes: int
 ) -> dict[str, Any]:
-    """Write a comparison as plain data, resident bytes included; budgets come in words, by what the step may add."""
+    """Return a comparison as plain data, resident bytes included; `budgets` maps added bytes to words."""
 
     def numbers_of(outcome: Outcome) -> dict[str, Any]:
         own_bytes = outcome.proposed_bytes
@@ -74,7 +74,7 @@ def method_numbers(
 
 
 def method_tables(numbers: dict[str, Any]) -> Iterator[RenderableType]:
-    """Show for each budget what is proven of it, a row for each method, the fastest first, and what they note."""
+    """Yield for each budget its proven bound, a table of methods, the fastest first, and the methods' notes."""
     headers = "method", "extra time", "above bound", "peak", "solved in", "ended by"
     for budget in numbers["budgets"]:
         words, size = budget["budget"], format_bytes(budget["budget_bytes"])
@@ -100,7 +100,7 @@ def method_tables(numbers: dict[str, Any]) -> Iterator[RenderableType]:
 
 
 def curve_points(curve: Curve, resident_bytes: int, plain_bytes: int) -> list[dict[str, Any]]:
-    """List the points of a curve, resident bytes included; the last one is plain training."""
+    """List the points of a curve, resident bytes included; the last one is eager training."""
     step_ms = curve.problem.step_ms
     points = [(p.peak_bytes, p.recompute_ms, curve.solution(p.peak_bytes).bound_ms, p.strategy) for p in curve.points]
     return [
@@ -116,7 +116,7 @@ def curve_points(curve: Curve, resident_bytes: int, plain_bytes: int) -> list[di
 
 
 def curve_table(points: Sequence[dict[str, Any]]) -> Table:
-    """Put points into a table."""
+    """Return a table of the points of a curve."""
     rows = (
         (
             format_bytes(point["peak_bytes"], up=True),
@@ -132,10 +132,10 @@ def curve_table(points: Sequence[dict[str, Any]]) -> Table:
 
 # ---------------------------------------------------------------- numbers of GPUs
 
-MOST = 1024  # GPUs that "auto" looks at
-ENOUGH = 8  # GPUs from which on "auto" ends where more of them don't help
-FALLS = 0.98  # more GPUs help where the peak of plain training falls to this share of that on half as many
-# What a peak is made of: its name, and the resident parts or bands that it sums up.
+MOST = 1024  # most GPUs that "auto" tries
+ENOUGH = 8  # from this number of GPUs on, "auto" ends if more of them don't help
+FALLS = 0.98  # more GPUs help if the eager peak is at most this share of the peak on half as many
+# The parts of a peak: the name, and the resident parts or bands that it sums up.
 PARTS = {
     "parameters": ("parameters",),
     "optimizer state": ("optimizer state",),
@@ -154,26 +154,26 @@ def count_of(plan: Plan, captured: OfflineStep, rates: Rates) -> Count:
     layout = captured.options.layout
     return {
         "gpus": layout.count,
-        "fsdp": layout.shards,  # GPUs that parameters are sharded over
-        "tp": layout.parts,  # GPUs that each block is divided over
+        "fsdp": layout.shards,  # number of GPUs that parameters are sharded over
+        "tp": layout.parts,  # number of GPUs that each block is divided over
         "fits": plan.planned_peak_bytes <= plan.budget_bytes,
         "unplanned_peak_bytes": plan.unplanned_peak_bytes,
-        "peak_bytes": plan.planned_peak_bytes,  # where none fits, the smallest peak that was found
+        "peak_bytes": plan.planned_peak_bytes,  # the smallest peak found if none fits
         "peak_parts": _peak_parts(plan, captured.gradients_bytes),
-        "step_ms": step_time_ms(plan.graph, plan.profile),  # of the computation of a plain step
+        "step_ms": step_time_ms(plan.graph, plan.profile),  # computation of the eager step
         "overhead": plan.predicted_overhead,
-        "sent_bytes": captured.sent_bytes,  # to the others in a step
-        "sending_ms": captured.sent_bytes / rates.link_bytes_per_ms,  # if none of it overlaps with computation
+        "sent_bytes": captured.sent_bytes,  # to the other GPUs in a step
+        "sending_ms": captured.sent_bytes / rates.link_bytes_per_ms,  # without overlap with computation
     }
 
 
 def _peak_parts(plan: Plan, gradients_bytes: int) -> dict[str, int]:
-    """Split the peak of a plan by what is in memory then, gradients of all parameters that this process keeps too."""
+    """Split the peak of a plan by what is in memory, including the gradients of all parameters of this process."""
     step = planned_run(plan)
     sizes, kept_bytes, end = Counter(dict(plan.resident_parts)), 0, len(plan.planned.timeline) - 1
     for life in step.live_at_peak:
         sizes[life.band] += life.size_bytes
-        # FSDP2 keeps shards of gradients from the backward to the end of the step: no graph knows them.
+        # FSDP2 keeps shards of gradients from the backward to the end of the step: no graph has them.
         if life.band is Band.OUTSIDE and plan.planned.turn <= life.first and life.last == end:
             kept_bytes += life.size_bytes
     shards_bytes = min(gradients_bytes, kept_bytes)
@@ -181,12 +181,12 @@ def _peak_parts(plan: Plan, gradients_bytes: int) -> dict[str, int]:
     parts_bytes["gradients"] += shards_bytes
     parts_bytes["outside"] -= shards_bytes
     rest = plan.planned_peak_bytes - sum(parts_bytes.values())
-    parts_bytes["outside"] += min(0, rest)  # outside code takes memory that dies there for what it makes
+    parts_bytes["outside"] += min(0, rest)  # outside code reuses memory that it frees
     return {**parts_bytes, OTHERS: max(0, rest)}
 
 
 def look_at(counts: Sequence[int], look: Callable[[int], Count]) -> Iterator[Count]:
-    """Plan on several numbers of GPUs; where none are named, on 1, 2, 4, ... until a plan fits, or more don't help."""
+    """Plan on several numbers of GPUs; without numbers on 1, 2, 4, ... until a plan fits, or more don't help."""
     if counts:
         yield from map(look, counts)
         return
@@ -219,7 +219,7 @@ def answer(counts: Sequence[Count]) -> str:
 
 
 def count_line(count: Count) -> str:
-    """Describe a number of GPUs in a line, as soon as it has been looked at."""
+    """Describe the plan on a number of GPUs in one line."""
     gpus, peak = "1 GPU" if count["gpus"] == 1 else f"{count['gpus']} GPUs", format_bytes(count["peak_bytes"], up=True)
     if not count["fits"]:
         return f"{gpus}: does not fit, the smallest peak found is {peak}"
@@ -228,7 +228,7 @@ def count_line(count: Count) -> str:
 
 
 def counts_table(counts: Sequence[Count]) -> Table:
-    """Draw a column for each number of GPUs."""
+    """Return a table with a column for each number of GPUs."""
     gpus = (str(count["gpus"]) if count["tp"] == 1 else f"{count['fsdp']} x {count['tp']}" for count in counts)
     rows = {
         "fits": ["yes" if count["fits"] else "no" for count in counts],

@@ -1,4 +1,4 @@
-"""Examine an installation: versions, imports of installed packages, solvers, devices, and a small plan."""
+"""Checks an installation: versions, imports of installed packages, solvers, devices, and a small plan."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .script import run_script
 
 PACKAGE = "hiremate-lightning"
 CALLBACKS = "hiremate_lightning.callbacks"
-MODULES = {"scikit-image": "skimage"}  # of distributions that have another name
+MODULES = {"scikit-image": "skimage"}  # of distributions whose module has another name
 WITHOUT = ("dev", "docs")  # extras that only this repository needs
 STEPS = 4  # the first is recorded, the second planned; two more run the plan
 
@@ -42,13 +42,13 @@ class Grade(str, Enum):
     """What a finding means."""
 
     GOOD = "ok"
-    KNOW = "note"  # works, but is good to know
+    KNOW = "note"  # no problem, but worth knowing
     BAD = "BAD"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at, what was found, and what that means."""
+    """One check: its subject, its result, and what the result means."""
 
     name: str
     verdict: Grade
@@ -56,7 +56,7 @@ class Finding:
 
 
 def examine(factory: str | None = None, script: Sequence[str] = ()) -> list[Finding]:
-    """Examine this installation, and whether a model, or what a script trains, would be refused where it is named."""
+    """Check this installation; if a factory or a script is given, also check whether its model would be refused."""
     python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     findings = [Finding("python", Grade.GOOD, python), torch_finding(), *packages(), *known_bad_pairs()]
     findings += [*solvers(), *_devices()]
@@ -72,7 +72,7 @@ def examine(factory: str | None = None, script: Sequence[str] = ()) -> list[Find
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of a package, None where it isn't installed."""
+    """Return the version of a package, None if it isn't installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -80,7 +80,7 @@ def installed_version(name: str) -> str | None:
 
 
 def torch_finding() -> Finding:
-    """Compare the version of torch with those tested, and name what is off because of it."""
+    """Compare the version of torch with the tested ones, and name the features that it turns off."""
     names = ", ".join(hack.name for hack in hacks.off())
     if hacks.RELEASE in torch_private.CHECKED_VERSIONS:
         words = f"all private interfaces are there{f'; off in this release: {names}' * bool(names)}"
@@ -91,7 +91,7 @@ def torch_finding() -> Finding:
 
 
 def packages() -> Iterator[Finding]:
-    """Import each package that the package asks for, and what needs most of them: Lightning's callbacks."""
+    """Import each required package, and Lightning's callbacks, which need most of them."""
     try:
         requirements = [Requirement(line) for line in requires(PACKAGE) or []]
     except PackageNotFoundError:
@@ -116,7 +116,7 @@ def packages() -> Iterator[Finding]:
 
 
 def _package(requirement: Requirement, extra: str, installed: str | None, failure: str | None) -> Finding:
-    """Compare what is installed with a requirement; a package of an extra may lack a module that nobody asked for."""
+    """Compare an installed version with a requirement; a package of an extra may be missing."""
     name, wanted = requirement.name, requirement.specifier
     grade, words = Grade.KNOW if extra else Grade.BAD, f", for the extra {extra}" if extra else ""
     mending = "" if extra else f'; mend it with: pip install "{name}{wanted}"'
@@ -135,9 +135,9 @@ def _package(requirement: Requirement, extra: str, installed: str | None, failur
 
 
 def _mending(name: str) -> str:
-    """Return the command that mends a package which can't be imported."""
+    """Return the command that repairs a package which can't be imported."""
     if name == "torchvision":
-        # Each has been built for one release of torch since torch 2.0, for which it was 0.15.
+        # Since torchvision 0.15 for torch 2.0, each release is built for one release of torch.
         fitting = int(torch.__version__.split(".")[1]) + 15
         return (
             f'pip install --force-reinstall --no-deps "torchvision==0.{fitting}.*" from where torch came from, or, if '
@@ -155,7 +155,7 @@ KNOWN_BAD = {
 
 
 def known_bad_pairs() -> Iterator[Finding]:
-    """Find pairs of versions that fail together."""
+    """Yield pairs of installed versions that fail together."""
     for pair, words in KNOWN_BAD.items():
         bounds = [(bound, installed_version(bound.name) or "") for bound in map(Requirement, pair)]
         if all(installed and bound.specifier.contains(installed, prereleases=True) for bound, installed in bounds):
@@ -166,7 +166,7 @@ def known_bad_pairs() -> Iterator[Finding]:
 
 
 def solvers() -> Iterator[Finding]:
-    """Solve a small integer program with each MIP solver, in the process that solves; planning needs one of them."""
+    """Solve a small integer program with each MIP solver in the worker; planning needs one that works."""
     failures = {name: backend_failure(name) for name in BACKENDS}
     lacking = Grade.BAD if all(failures.values()) else Grade.KNOW
     for name, failure in failures.items():
@@ -189,11 +189,11 @@ def _devices() -> Iterator[Finding]:
 
 
 def small_plan_finding(device: str) -> Finding:
-    """Train a small model on a device, and report what goes wrong."""
+    """Train a small model on a device, and report errors."""
     name = f"small plan on {device}"
     try:
         return Finding(name, Grade.GOOD, small_plan(device))
-    except Exception as error:  # whatever is wrong with the installation is what is to be found
+    except Exception as error:  # any error is a fault of the installation to report
         line = next(iter(str(error).splitlines()), "")
         return Finding(name, Grade.BAD, f"{type(error).__name__}: {line}")
 
@@ -202,7 +202,7 @@ def small_plan(device: str) -> str:
     """Train a small model with and without a plan, and compare.
 
     Raises:
-        RuntimeError: If there is no plan, none that was solved, or gradients differ in any bit.
+        RuntimeError: If there is no plan, the plan was not solved, or gradients differ in any bit.
     """
     with torch.random.fork_rng(devices=[0] if device == "cuda" else []):
         torch.manual_seed(0)
@@ -249,7 +249,7 @@ def model_finding(factory: str) -> Finding:
 class _Looking(Finder):
     """Finds what a script trains, and stops the script before that trains."""
 
-    words = ""  # of what was found
+    words = ""  # description of the training found
 
     def _plan(self, root: nn.Module, alive: Alive) -> None:
         take_compiled(root)
@@ -275,7 +275,7 @@ def script_finding(given: Sequence[str]) -> Finding:
         fault = str(error)
     except SystemExit as stop:
         fault = f"it ended before its first training step, with code {stop.code}" if stop.code else ""
-    except Exception as error:  # the script's own code may raise anything
+    except Exception as error:  # the script may raise anything
         fault = f"it failed before its first training step, {type(error).__name__}: {error}"
     if fault:
         return Finding(given[0], Grade.BAD, fault)

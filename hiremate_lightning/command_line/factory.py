@@ -1,6 +1,6 @@
-"""What the command line plans: a factory named on it, and the inputs that its model is called with.
+"""The model that the command line plans: a factory, and the inputs of its model.
 
-A `Workload` builds both anew for each size. `build_on_fakes` builds them where tensors take no memory.
+A `Workload` builds model and inputs for each size. `build_on_fakes` builds them on tensors without memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMS = (
 
 
 def make_input(named: Input, size: int | None) -> torch.Tensor:
-    """Make an input of zeros on the default device; with another batch size where one is given."""
+    """Return an input of zeros on the default device; `size` replaces the batch size."""
     dtype = getattr(torch, named.dtype, None)
     if not isinstance(dtype, torch.dtype):
         types = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
@@ -40,7 +40,7 @@ def make_input(named: Input, size: int | None) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """A module, and what it is called with."""
+    """A module and the arguments of its call."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -53,11 +53,11 @@ class ModelCall:
 
     @property
     def size(self) -> int:
-        """The batch size: the first dimension of the first tensor that has one, 1 where none has."""
+        """The batch size: the first dimension of the first tensor that has one, 1 if none has."""
         return next((int(t.shape[0]) for t in self.tensors if t.dim()), 1)
 
     def changed(self, module: nn.Module, change: Callable[[Any], Any]) -> ModelCall:
-        """Call a module with each input changed; what is handed in twice, as inputs and labels say, stays one."""
+        """Return a call of a module with each input changed; one object passed twice (inputs and labels) stays one."""
         changed_by_id: dict[int, Any] = {}
 
         def once(value: Any) -> Any:
@@ -68,7 +68,7 @@ class ModelCall:
         return ModelCall(module, *tensor_state.map_leaves(once, (self.args, self.kwargs)))
 
     def resized(self, size: int) -> ModelCall:
-        """Change the first dimension of every tensor in which it is the batch size."""
+        """Return the call with another batch size in every tensor whose first dimension is the batch size."""
         old = self.size
 
         def resize(value: Any) -> Any:
@@ -81,14 +81,14 @@ class ModelCall:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is to be planned."""
+    """A factory and its inputs: the model to plan."""
 
-    factory: Any  # what the name on the command line stands for
+    factory: Any  # the object that the command line names
     name: str
-    inputs: tuple[Input, ...] = ()  # from the command line; none where the factory brings its own
+    inputs: tuple[Input, ...] = ()  # from the command line; none if the factory returns inputs
 
     def make(self) -> ModelCall:
-        """Call the factory, and take apart what it gives: a module, and inputs where it brings them."""
+        """Call the factory; return the module, and the inputs if the factory returns any."""
         made = self._called()
         module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, ())
         if isinstance(module, nn.Module):
@@ -99,7 +99,7 @@ class Workload:
         raise ConfigurationError(f"{self.name} gives {type(made).__name__}. Expected {FORMS}.")
 
     def build(self, size: int | None = None) -> ModelCall:
-        """Build the module and its inputs, on the default device; with another batch size where one is given."""
+        """Build the module and its inputs on the default device; `size` replaces the batch size."""
         call = self.make()
         if self.inputs:
             args = tuple(make_input(named, size) for named in self.inputs if not named.name)
@@ -122,16 +122,16 @@ class Workload:
             raise ConfigurationError(
                 f"{self.name} can't be called without arguments ({error}). Write a function that gives {FORMS}."
             ) from None
-        except ValueError:  # a callable written in C, which has no signature to look at
+        except ValueError:  # a callable written in C has no signature
             pass
         return self.factory()
 
 
 def _check_call(call: ModelCall) -> None:
-    """Check that a module takes as many inputs as were named, and those by keyword."""
+    """Check that a module's forward takes the number and the keywords of the inputs."""
     try:
         signature = inspect.signature(call.module.forward)
-    except (TypeError, ValueError):  # written in C: it says what it takes when it is called
+    except (TypeError, ValueError):  # written in C: its call will raise the error
         return
     try:
         signature.bind(*call.args, **call.kwargs)
@@ -146,7 +146,7 @@ def _check_call(call: ModelCall) -> None:
 
 
 def build_on_fakes(workload: Workload, device: torch.device, size: int | None, mode: Any) -> ModelCall:
-    """Build a workload, and replace each tensor that is not a fake one on the device; refuse what can't be planned.
+    """Build a workload, with each tensor that is not a fake one on the device replaced; refuse unsupported modules.
 
     Tensors of the module are replaced in a copy of it.
     """
@@ -168,10 +168,10 @@ def build_on_fakes(workload: Workload, device: torch.device, size: int | None, m
 
 
 def _built(workload: Workload, device: torch.device, size: int | None, mode: Any) -> ModelCall:
-    """Build a workload with as little memory as it lets us.
+    """Build a workload with as little memory as its code allows.
 
     Fake tensors can't have their type changed once they are parameters, and tensors of the meta device can't be read.
-    A factory that needs both is given memory, on the CPU, for its weights and inputs.
+    A factory that needs both gets memory, on the CPU, for its weights and inputs.
     """
     for context in ((mode, device), (torch.device("meta"),)):
         with ExitStack() as stack:
@@ -181,18 +181,18 @@ def _built(workload: Workload, device: torch.device, size: int | None, mode: Any
                 return workload.build(size)
             except ConfigurationError:
                 raise
-            except Exception as error:  # of the factory; the next attempt may suit it, and the last one raises
+            except Exception as error:  # from the factory: the next attempt may work, and the last one raises
                 log.debug("%s can't be built in %s: %s", workload.name, context, error)
     return workload.build(size)
 
 
 def same_tensors(module: nn.Module) -> nn.Module:
-    """Copy a module, but for its tensors: what a call changes in the copy by Python stays there."""
+    """Copy a module but share its tensors: Python attributes that a call changes, change in the copy only."""
     return copy.deepcopy(module, {id(tensor): tensor for tensor in _tensors_of(module)})
 
 
 def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Go through all tensors of a module: parameters, buffers, and plain attributes."""
+    """Yield all tensors of a module: parameters, buffers, and plain attributes."""
     yield from module.parameters()
     yield from module.buffers()
     for inner in module.modules():

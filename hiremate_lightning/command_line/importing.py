@@ -1,4 +1,4 @@
-"""The user's code by its name: a factory, imported here; packages, imported in a process of their own."""
+"""Imports by name: the user's factory in this process, packages in a separate process."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def split(text: str) -> tuple[str, str]:
 
 
 def find_factory(text: str) -> Any:
-    """Find what "package.module:name" or "path/to/file.py:name" stands for."""
+    """Import the object named "package.module:name" or "path/to/file.py:name"."""
     place, path = split(text)
     is_file = place.endswith(".py")
     folder = str(Path(place).resolve().parent if is_file else Path.cwd())
     if folder not in sys.path:
-        sys.path.insert(0, folder)  # for good: a factory may import modules of it when it is called
+        sys.path.insert(0, folder)  # permanently: a factory may import modules from there when it is called
     try:
         factory = _import_file(Path(place)) if is_file else importlib.import_module(place)
     except SyntaxError as error:
         raise ConfigurationError(f"Can't read {error.filename}, line {error.lineno}: {error.msg}.") from None
     except ModuleNotFoundError as error:
         if is_file or error.name is None or not place.startswith(error.name):
-            raise  # an import inside of it
+            raise  # an import inside of the module failed
         raise ConfigurationError(
             f"There is no module {error.name!r}. Expected PACKAGE.MODULE:NAME, importable from here, or "
             "path/to/file.py:NAME."
@@ -74,7 +74,7 @@ def _import_file(path: Path) -> Any:
     specification = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
     assert specification is not None, "it has a loader"
     module = importlib.util.module_from_spec(specification)
-    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    sys.modules.setdefault(path.stem, module)  # dataclasses look up their module
     loader.exec_module(module)
     return module
 
@@ -83,7 +83,7 @@ def _import_file(path: Path) -> Any:
 
 
 def import_failures(names: Sequence[str]) -> dict[str, str]:
-    """Import modules one after the other where a broken one may end the process; return why some can't be, by name."""
+    """Import modules one by one in a process that a broken one may end; return the reasons for failures, by name."""
     reasons: dict[str, str] = {}
     waiting = list(names)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

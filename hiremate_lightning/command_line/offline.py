@@ -1,14 +1,14 @@
-"""Capture a training step without the memory that it takes, and cost it without the device.
+"""Captures a training step without the memory that it takes, and costs it without the device.
 
-The module is built, called and differentiated on *fake* tensors, which have shape, type and device but no memory, and
-goes through the same front end and records as in training. A first step captures its parts. A second one counts what
-code outside of them makes and releases, FSDP2's gathers among it. So bytes are those of training, but for what only a
-device can tell: workspaces, which are taken as 0. Times are estimates from operation counts and stated rates, unless
-they are measured operation by operation.
+The module is built, called and differentiated on *fake* tensors, which have shape, type and device but no memory. It
+goes through the same front end and records as in training. A first step captures its graphs. A second step counts the
+bytes that uncaptured code allocates and frees, FSDP2's gathers included. So bytes equal those of training, except for
+workspaces, which only a device can measure and which count as 0. Times are estimates from operation counts and stated
+rates, unless they are measured operation by operation.
 
-Without a CUDA device torch can't differentiate fake CUDA tensors. A step for a GPU is then captured on CPU
-tensors, as a step for several GPUs always is. It is accounted as on a GPU: blocks rounded as CUDA's allocator rounds
-them, attention by the kernels that a GPU runs.
+Without a CUDA device torch can't differentiate fake CUDA tensors. A step for a GPU is then captured on CPU tensors, as
+a step for several GPUs always is. Its bytes are counted as on a GPU: blocks are rounded as CUDA's allocator rounds
+them, and attention uses the kernels of a GPU.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ from .without_device import ONE, CountingMeter, Layout, Rates, on_gpu, planned_p
 
 _CPU = torch.device("cpu")
 LIGHTNING_MODULES = {"lightning.LightningModule", "pytorch_lightning.LightningModule"}
-ACCUMULATED = "accumulated gradients"  # a part of what is resident
-STEPS = 4  # the most to run until one captures nothing
+ACCUMULATED = "accumulated gradients"  # a part of the resident bytes
+STEPS = 4  # most steps to run until one captures nothing new
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineOptions:
-    """How a step is captured."""
+    """Options for the capture of a step."""
 
-    device: torch.device = _CPU  # the device that is planned for; it need not be there
-    # "model" for the loss that the module returns, "sum" for that of its outputs, "auto" for the first if there is one
+    device: torch.device = _CPU  # the device to plan for; it may be missing
+    # "model" for the loss that the module returns, "sum" for the sum of its outputs, "auto" for the first, if any
     loss: str = "auto"
-    optimizer: str = "AdamW"  # name of a class of torch.optim, whose state counts; "none" for none
+    optimizer: str = "AdamW"  # class name in torch.optim, whose state counts as resident; or "none"
     autocast: torch.dtype | None = None  # type for torch.autocast
-    layout: Layout = ONE  # how the module is spread over processes
-    # When the loop frees gradients: "before" the forward, "after-forward", or "accumulate" for a step that adds to
-    # those of the steps before; "auto" for what loops do that a module of this class is made for.
+    layout: Layout = ONE  # how the module is sharded over processes
+    # When the loop frees gradients: "before" the forward, "after-forward", or "accumulate" for a step that adds to the
+    # gradients of earlier steps; "auto" for "after-forward" if the module is a LightningModule, else "before".
     zero_grad: str = "auto"
 
     def __post_init__(self) -> None:
-        """Check the optimizer, whose names torch alone knows; the command line checks the rest."""
+        """Check the optimizer's name, which needs torch; the command line checks the rest."""
         names = [name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"]
         if self.optimizer not in ("none", *names):
             hint = did_you_mean(self.optimizer, names)
@@ -70,7 +70,7 @@ class OfflineOptions:
 
     @property
     def is_stand_in(self) -> bool:
-        """Whether CPU tensors stand in for those of a GPU: where there is none, or where several are planned for."""
+        """Whether CPU tensors replace GPU tensors: if there is no GPU, or if the plan is for several GPUs."""
         return self.device.type == "cuda" and (self.layout.count > 1 or not torch.cuda.is_available())
 
     @property
@@ -80,24 +80,24 @@ class OfflineOptions:
 
 
 class OfflineStep(Conductor):
-    """A training step, captured without memory and not yet costed: the latest that ran, with everything kept."""
+    """A training step captured without memory and not yet costed: the latest step that ran, with everything kept."""
 
     def __init__(self, call: ModelCall, options: OfflineOptions) -> None:
         self.name, self.size, self.options = type(call.module).__name__, call.size, options
         self.zero_grad = options.zero_grad
-        if options.zero_grad == "auto":  # as the loops do that a module of this class is made for
+        if options.zero_grad == "auto":  # as the training loop of the module's framework does
             names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(call.module).__mro__}
             self.zero_grad = "after-forward" if names & LIGHTNING_MODULES else "before"
-        self.parts: list[Part] = []  # of the graphs captured so far
-        self.record = StepRecord(None)  # of what ran, and how it is linked
-        self.meter = CountingMeter(options.device)  # of its memory, and of what was sent
-        self.resident: dict[str, int] = {}  # bytes that exist before the step, by what they are
-        self.gradients_bytes, self.capture_s = 0, 0.0  # the first of what this process keeps
-        self.breaks: tuple[str, ...] = ()  # what has ended graphs, with its place in the code
+        self.parts: list[Part] = []  # one for each graph captured so far
+        self.record = StepRecord(None)  # the runs of the step, and how they are linked
+        self.meter = CountingMeter(options.device)  # counts memory and sent bytes
+        self.resident: dict[str, int] = {}  # bytes that exist before the step, by kind
+        self.gradients_bytes, self.capture_s = 0, 0.0  # bytes of gradients that this process keeps; seconds
+        self.breaks: tuple[str, ...] = ()  # reasons of graph breaks, with places in the code
         self._call = call
         self._programs: dict[Part, Program] = {}
-        self._path = ""  # of the module that is being called
-        self._paths: list[str] = []  # of the modules that ran
+        self._path = ""  # path of the module that is being called
+        self._paths: list[str] = []  # paths of the modules that ran
 
     @property
     def captured(self) -> tuple[Captured, ...]:
@@ -111,7 +111,7 @@ class OfflineStep(Conductor):
 
     @property
     def stale_bytes(self) -> int:
-        """Gradients of the step before that are freed between forward and backward."""
+        """Bytes of the previous step's gradients, if they are freed between forward and backward."""
         return self.gradients_bytes if self.zero_grad == "after-forward" else 0
 
     @property
@@ -120,11 +120,11 @@ class OfflineStep(Conductor):
         return self.options.layout.sent_bytes(self.meter)
 
     def estimated(self, rates: Rates) -> Step:
-        """Put it into one graph, with estimated times."""
+        """Return the step as one graph, with estimated times."""
         return self._merge([estimate(captured.graph, rates.machine) for captured in self.captured])
 
     def measured(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Step:
-        """Put it into one graph, with the costs of its operations measured one by one on the device, which is there."""
+        """Return the step as one graph, with operations measured one by one on the device, which must exist."""
         if self.options.is_stand_in:
             raise ConfigurationError("There is no CUDA device here to measure on. Leave --measure out for estimates.")
         cache = CostCache()
@@ -140,7 +140,7 @@ class OfflineStep(Conductor):
             part.profile = profile
         calls, order = describe(self.record)
         for index, run in enumerate(self.record.planned):
-            # FSDP2 reduces whole gradients before it adds their shards: those stay in the graph.
+            # FSDP2 reduces whole gradients before it adds their shards: the whole gradients stay in the graph.
             if self.zero_grad == "accumulate" and self.options.layout.shards == 1:
                 calls[index] = calls[index].without_gradients(run.added)
             if path := self._paths[run.index]:
@@ -150,7 +150,7 @@ class OfflineStep(Conductor):
         return calls, order
 
     def run(self, undo: ExitStack) -> None:
-        """Run the step until it captures nothing more; its parts are compiled until the stack is undone."""
+        """Run the step until it captures nothing more; `undo` discards the compiled code."""
         root, options = self._call.module.train(), self.options
         function = self._compile_parts(root, undo)
         trained = [p for p in root.parameters() if p.requires_grad]
@@ -176,7 +176,7 @@ class OfflineStep(Conductor):
             raise CaptureError(f"Nothing of {self.name} was captured: torch.compile ran it as it is.")
 
     def _compile_parts(self, root: nn.Module, undo: ExitStack) -> Callable[..., Any]:
-        """Compile the whole module, or the code between its FSDP units; return what calls the module."""
+        """Compile the whole module, or the modules around its FSDP units; return a function that calls the module."""
         planning = planning_backend(self._take_in)
 
         def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -212,11 +212,11 @@ class OfflineStep(Conductor):
         except dynamo.CompileError as error:
             reason = dynamo.reason_of(error)
             raise CaptureError(f"torch.compile could not capture {self.name}: {reason}") from error
-        self.record.backward_called()  # in a mode of tensors without memory nobody else reports it
+        self.record.backward_called()  # on fake tensors nothing else reports it
         loss.backward()
 
     def _count_resident(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Count what exists before a step, each storage once; scalars that stay on the host don't count."""
+        """Count the bytes that exist before a step, each storage once, without scalars on the host."""
         module, device, seen = self._call.module, self.options.device, set[int]()
         state = [] if optimizer is None else tensor_state.leaves(list(optimizer.state.values()))
         groups: dict[str, Iterable[Any]] = {
@@ -235,7 +235,7 @@ class OfflineStep(Conductor):
             del self.resident[ACCUMULATED]
 
     def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Run]:
-        """Run what keeps everything."""
+        """Return the program that keeps everything, and its recorded run."""
         program = self._programs[part]
         self._paths.append(self._path)
         return program, self.record.begin(part, program, arguments)
@@ -256,8 +256,8 @@ class OfflineStep(Conductor):
 def capture_offline(workload: Workload, options: OfflineOptions, size: int | None = None) -> OfflineStep:
     """Capture one training step of a workload on fake tensors: forward, backward, optimizer.
 
-    Where the path that plain training takes depends on values, which fake tensors lack, the path that the model takes
-    while it is compiled is captured instead. The batch size is that of the workload's inputs unless it is given.
+    If the path of eager training depends on values, which fake tensors lack, the path that the model takes under
+    torch.compile is captured instead. `size` replaces the batch size of the workload's inputs.
 
     Raises:
         CaptureError: If torch.compile can't capture the module, or the step depends on values.
@@ -286,7 +286,7 @@ def _capture(workload: Workload, options: OfflineOptions, size: int | None, answ
         if workload.inputs:
             with mode:
                 _check_inputs(call, options)
-        options.layout.spread(call.module, mesh)  # outside of the mode: meshes are made of tensors too
+        options.layout.spread(call.module, mesh)  # outside of the fake mode: a mesh needs real tensors
         with mode:
             step.run(undo)
     step.breaks = tuple(reason for reason, _ in (dynamo.graph_breaks() - breaks).most_common())
@@ -303,10 +303,10 @@ def _call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_inputs(call: ModelCall, options: OfflineOptions) -> None:
-    """Call a copy of a module with the inputs that the command line named: a wrong shape is no fault of the capture."""
+    """Call a copy of a module with the command line's inputs, to report a wrong shape as an error of the inputs."""
     try:
         copied = same_tensors(call.module)
-    except Exception:  # of a module that can't be copied: the capture will show what is wrong
+    except Exception:  # the module can't be copied: the capture will show errors
         return
     called = ""
 
@@ -343,7 +343,7 @@ def _autocast(options: OfflineOptions) -> Any:
 
 
 def _loss(result: Any, kind: str) -> torch.Tensor:
-    """Find the loss that a module returned, or add its outputs up."""
+    """Return the loss that a module returned, or the sum of its outputs."""
     if kind != "sum":
         loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", result)
         if isinstance(loss, (tuple, list)) and loss:

@@ -1,11 +1,11 @@
-"""`hiremate run`: a script of somebody else's, unchanged, trained within a budget.
+"""`hiremate run`: trains an unchanged script within a budget.
 
     hiremate run --budget 10GiB train.py --epochs 3
     hiremate run --budget 60% -m package.train --epochs 3
     accelerate launch -m hiremate_lightning.run --budget 60% train.py ...     (and torchrun -m, python -m)
 
 The script runs as `python train.py` runs it: it is `__main__`, has its own `sys.argv` and `sys.path`, its exit code is
-the command's, and an error shows the traceback that it would have. What is said of plans goes to standard error.
+the command's, and an error shows the traceback of the script. Messages about plans go to standard error.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _LARGEST_BATCH = (
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says in one line what is wrong, and which command shows all options; a misspelt one gets the nearest."""
+    """Reports a wrong option in one line, with the nearest option, and the command that shows all options."""
 
-    meant: Mapping[str, str] = {}  # options that are not there, with what stands in for each
-    rest = ""  # ends what is said of an option that is not there
+    meant: Mapping[str, str] = {}  # options of other tools, and what replaces each
+    rest = ""  # end of the message about an unknown option
 
     def error(self, message: str) -> Any:
-        """End the process so."""
+        """End the process with a message in one line."""
         unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0]
         if unknown:
             message = self.no_option(unknown)
@@ -67,14 +67,14 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {ended} See: {self.prog} --help\n")
 
     def no_option(self, name: str) -> str:
-        """Describe an error: an option that does not exist, and the nearest one that does."""
+        """Describe the error of an unknown option, with the nearest known one."""
         known = [option for action in self._actions for option in action.option_strings]
         hint = f" {self.meant[name]}." if name in self.meant else did_you_mean(name, known)
         return f"there is no option {name!r}.{hint}{self.rest}"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Make the parser of the command's own options; it ends at the script."""
+    """Return the parser of the command's own options, which end at the script."""
     made = OneLineParser(
         prog=PROGRAM,
         usage=_USAGE,
@@ -113,8 +113,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None, *, ends_process: bool | None = None) -> int:
     """Run a script within a budget; return the exit code, unless the script raises SystemExit or KeyboardInterrupt.
 
-    The command's own options come first, then the script and its arguments: by default those of the command line, with
-    which the process ends.
+    `arguments` are the command's own options, then the script and its arguments; by default `sys.argv`, after which the
+    process ends.
     """
     asked = parser().parse_args(arguments)
     command = asked.module or asked.script
@@ -126,13 +126,13 @@ def main(arguments: Sequence[str] | None = None, *, ends_process: bool | None = 
         if asked.debug:
             raise
         words = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        words = words.replace("on_infeasible='warn'", "--on-infeasible warn")  # what is meant there is an argument
+        words = words.replace("on_infeasible='warn'", "--on-infeasible warn")  # here the user gives it as a flag
         sys.stderr.write(f"{PROGRAM}: {words}\n")
         return USAGE if isinstance(error, BudgetError | ConfigurationError) else PROBLEM
 
 
 def _run(asked: argparse.Namespace, command: Sequence[str], ends_process: bool) -> int:
-    """Run a script while what it trains is found and planned."""
+    """Run a script, and find and plan the models that it trains; return the exit code."""
     script.find_script(command, bool(asked.module))
     options = {option.name: getattr(asked, option.name) for option in OPTIONS.values() if option.flag is not None}
     budget = asked.budget or "auto"
@@ -140,10 +140,10 @@ def _run(asked: argparse.Namespace, command: Sequence[str], ends_process: bool) 
     for target in (asked.html, asked.json):
         if target is not None and str(target) != "-":
             writable(target, makes_folder=True)
-    from ..integrations.any_script import Finder  # loads torch, which help and mistakes need not
+    from ..integrations.any_script import Finder  # loads torch, which help and errors don't need
 
     target = asked.target.split(",") if asked.target else None
-    page = None if asked.html is None else str(asked.html.absolute())  # the script may change the folder
+    page = None if asked.html is None else str(asked.html.absolute())  # the script may change the working directory
     more = {} if page is None else {"more": f"{page}, at the end"}
     finder = Finder(budget, target, options, is_dry=asked.dry_run, say=_write_line, **more)
     numbers = asked.json if asked.json in (None, "-") else str(Path(asked.json).absolute())
@@ -154,7 +154,7 @@ def _run(asked: argparse.Namespace, command: Sequence[str], ends_process: bool) 
         return 0
     except HiRemateError:
         raise
-    except Exception as error:  # the script's own, shown as Python shows it: without what ran the script
+    except Exception as error:  # from the script: show its traceback without our frames
         own = {__file__, script.__file__, runpy.__file__, "<frozen runpy>"}
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in own:
@@ -171,7 +171,7 @@ def _run(asked: argparse.Namespace, command: Sequence[str], ends_process: bool) 
 
 
 def _write_line(line: str) -> None:
-    """Write a line to standard error, in the first of several processes."""
+    """Write a line to standard error, on rank 0 only."""
     from ..reporting.report import is_rank_zero
 
     if is_rank_zero():
@@ -180,7 +180,7 @@ def _write_line(line: str) -> None:
 
 
 def _show(finder: Finder, page: str | None, numbers: str | None) -> None:
-    """Write the closing lines: each plan, or why there is none. Then write the page and the numbers, if asked for."""
+    """Write the closing lines: each plan, or why there is none. Then write the page and the numbers, if requested."""
     from ..reporting.report import is_rank_zero
 
     seen = finder.seen
@@ -193,7 +193,7 @@ def _show(finder: Finder, page: str | None, numbers: str | None) -> None:
         try:
             if target is not None and is_rank_zero():
                 write(target, finder)
-        except (OSError, ConfigurationError) as error:  # the script has ended: its exit code stays
+        except (OSError, ConfigurationError) as error:  # keep the script's exit code
             _write_line(f"can't write what was asked for: {error}")
     if seen.is_stopped:
         _write_line(f"stopped by --dry-run after {seen.updates} updates of the weights")
@@ -222,7 +222,7 @@ def _write_numbers(target: str, finder: Finder) -> None:
 
 
 def _words(plan: Plan | None, ended_by: str | None) -> str:
-    """Describe a plan: the peak as measured, or as predicted, beside that of the plain step; budget and time."""
+    """Describe a plan: measured or predicted peak beside the eager peak, budget, extra time."""
     if plan is None and ended_by is not None:
         return f"no plan was made before the script ended, by {ended_by}"
     if plan is None:

@@ -1,7 +1,7 @@
-"""A script, run as `python` runs it: what is `__main__`, `sys.argv` and `sys.path` to it, and when it has ended.
+"""Runs a script as `python` does: with its `__main__`, `sys.argv` and `sys.path`, until its threads have ended.
 
-Programs that the script starts have no plan. Launchers only start such programs (`torchrun`, `accelerate launch`): what
-they start is to run under hiremate, not they.
+Programs that the script starts have no plan. A launcher (`torchrun`, `accelerate launch`) only starts such programs:
+run those under hiremate, not the launcher.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..errors import ConfigurationError
 
 INTERPRETER = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
 RUN = "-m hiremate_lightning.run [options]"
-LAUNCHERS = {  # how commands that only start other programs are written, and what starts these under hiremate
+LAUNCHERS = {  # commands that only start other programs, and how to start those under hiremate
     **dict.fromkeys(("torchrun", "-m torch.distributed.run"), f"torchrun [its options] {RUN} train.py ..."),
     **dict.fromkeys(
         ("accelerate launch", "-m accelerate.commands.launch"), f"accelerate launch [its options] {RUN} train.py ..."
@@ -32,16 +32,16 @@ LAUNCHERS = {  # how commands that only start other programs are written, and wh
 
 
 def run_script(given: Sequence[str], is_module: bool, ends_process: bool = False) -> None:
-    """Run a script to its end, and to that of the threads that it leaves; it is named as for `find_script`.
+    """Run a script, and wait for its threads; `given` and `is_module` are those of `find_script`.
 
-    Where the process ends with it, `__main__` stays the script's, for what runs at exit.
+    With `ends_process`, `__main__` stays the script's module, for code that runs at exit.
     """
     name = find_script(given, is_module)
     before, first = sys.argv, sys.path[0] if sys.path else None
     sys.argv = [name, *given[1:]]
     folder = str(Path.cwd() if is_module else Path(name).resolve().parent)
     if first is not None and not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = folder  # it was the folder of the command
+        sys.path[0] = folder  # replaces the folder of the command
     try:
         if not is_module and (Path(name).is_dir() or zipfile.is_zipfile(name)):
             runpy.run_path(name, run_name="__main__")
@@ -57,12 +57,12 @@ def run_script(given: Sequence[str], is_module: bool, ends_process: bool = False
 
 
 def find_script(given: Sequence[str], is_module: bool = False) -> str:
-    """Find what is to run: the file of a path, or of a command that is a script of Python (`trl`); or a module.
+    """Return the file or module to run: a path, a command that is a Python script (`trl`), or a module.
 
-    What is given begins with its name; its arguments follow.
+    `given` is the name, followed by the script's arguments.
 
     Raises:
-        ConfigurationError: If there is no such script, or if it only starts others.
+        ConfigurationError: If there is no such script, or if it is a launcher.
     """
     launcher, name = launcher_of(["-m", *given] if is_module else given), given[0]
     if launcher is not None:
@@ -93,13 +93,13 @@ def find_script(given: Sequence[str], is_module: bool = False) -> str:
 
 
 def launcher_of(words: Sequence[str]) -> str | None:
-    """Return the launcher that the words of a command call, None where they call none."""
+    """Return the launcher that a command calls, None if it calls none."""
     text = " ".join([Path(words[0]).name, *words[1:], ""]) if words else ""
     return next((name for name in LAUNCHERS if text.startswith(f"{name} ")), None)
 
 
 def _of_file(name: str) -> tuple[types.CodeType, types.ModuleType]:
-    """Read the code of a script, and make the module to run it in; runpy would change the name in `sys.argv`."""
+    """Return the code of a script, and a new module to run it in; runpy would change the name in `sys.argv`."""
     path, module = str(Path(name).absolute()), types.ModuleType("__main__")
     vars(module).update(__file__=path, __builtins__=builtins, __cached__=None, __annotations__={})
     with io.open_code(path) as file:
@@ -107,11 +107,11 @@ def _of_file(name: str) -> tuple[types.CodeType, types.ModuleType]:
 
 
 class _NoModuleError(Exception):
-    """There is no module of a name to run."""
+    """There is no module of this name to run."""
 
 
 def _of_module(name: str) -> tuple[types.CodeType, types.ModuleType]:
-    """Find the code of a module or package as `python -m` does, and make the module to run it in."""
+    """Return the code of a module or package as `python -m` finds it, and a new module to run it in."""
     try:
         _, spec, code = vars(runpy)["_get_module_details"](name, _NoModuleError)  # as pdb -m does
     except _NoModuleError as error:
@@ -127,7 +127,7 @@ def _of_module(name: str) -> tuple[types.CodeType, types.ModuleType]:
 
 
 def _run_as_main(code: types.CodeType, module: types.ModuleType, ends_process: bool) -> None:
-    """Run code in a module that is `__main__` meanwhile, and up to the interpreter's end where that comes next."""
+    """Run code in a module that is `__main__` until the code ends; with `ends_process`, until the interpreter ends."""
     threads = {*threading.enumerate()}
     before, sys.modules["__main__"] = sys.modules["__main__"], module
     try:
@@ -144,8 +144,8 @@ def _run_as_main(code: types.CodeType, module: types.ModuleType, ends_process: b
 
 
 def _wait_for_others(threads: set[threading.Thread]) -> None:
-    """Wait for the threads that a script has started, as Python does: they may save what it trained, or train."""
-    pooled = vars(concurrent.futures.thread).get("_threads_queues", ())  # they wait for the interpreter's end
+    """Wait for the threads that a script has started, as Python does: they may train or save a model."""
+    pooled = vars(concurrent.futures.thread).get("_threads_queues", ())  # pool threads end only with the interpreter
     threads = {*threads, *pooled}
     while started := [t for t in threading.enumerate() if t not in threads and not t.daemon]:
         started[0].join()

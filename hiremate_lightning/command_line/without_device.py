@@ -1,6 +1,6 @@
-"""What stands in for devices that are not there: a count of bytes, a GPU's blocks and kernels, rates, other processes.
+"""Replacements for missing devices: a counter of bytes, a GPU's blocks and kernels, rates, other processes.
 
-A `Layout` says how a module is spread over processes: sharded by FSDP2, divided by tensor parallelism, or neither.
+A `Layout` describes how a module is spread over processes: sharded by FSDP2, divided by tensor parallelism, or neither.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from ..torch_private.tensor_state import TorchDispatchMode
 
 aten = torch.ops.aten
 
-COLLECTIVES = {  # by what they do; the larger of what goes in and what comes out is counted
+COLLECTIVES = {  # by kind; the larger of input and output bytes counts
     **dict.fromkeys(("c10d::_allgather_base_", "_c10d_functional::all_gather_into_tensor"), "gathered"),
     **dict.fromkeys(("c10d::_reduce_scatter_base_", "_c10d_functional::reduce_scatter_tensor"), "scattered"),
     **dict.fromkeys(("_c10d_functional::all_reduce", "_c10d_functional::all_reduce_"), "reduced"),
 }
 SHARDS, PARTS = "shards", "parts"  # dimensions of the mesh
-DIMENSIONS = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1}  # of a weight that a style divides
-WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")  # styles of modules that every process has here
+DIMENSIONS = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1}  # the dimension of a weight that a style divides
+WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")  # styles whose modules every process holds whole here
 
 # ---------------------------------------------------------------- what tensors without memory would take
 
 
 class CountingMeter(LiveBytes, TorchDispatchMode):
-    """Counts live bytes and peaks of tensors without memory, by the storages that operations make and release.
+    """Counts live bytes and peaks of fake tensors, by the storages that operations make and release.
 
-    What kernels allocate inside is not seen, nor what the graphs do that higher-order operators (`torch.cond`) call.
-    Others may resize the storages of some tensors that exist: FSDP2 does so with whole parameters.
+    It does not see allocations inside of kernels, or operations in the graphs of higher-order operators (`torch.cond`).
+    It also counts storages of some existing tensors that other code resizes, as FSDP2 does with whole parameters.
     """
 
     supports_higher_order_operators = True
@@ -52,7 +52,7 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
     def __init__(self, device: torch.device, resized: Iterable[torch.Tensor] = ()) -> None:
         LiveBytes.__init__(self)
         TorchDispatchMode.__init__(self)
-        self.sent = Counter[str]()  # bytes of collectives so far, see COLLECTIVES
+        self.sent = Counter[str]()  # bytes of collectives so far, by kind (COLLECTIVES)
         self._device, self._allocated = device, partial(allocated_bytes, device=device)
         storages = {tensor_state.storage_id(tensor): tensor.untyped_storage() for tensor in resized}
         self._resized = [(storage, storage.nbytes()) for storage in storages.values()]
@@ -60,7 +60,7 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, so that torch.compile captures code that it has not captured yet."""
+        """Return True, so that torch.compile still captures new code under this mode."""
         return True
 
     def __torch_dispatch__(
@@ -68,7 +68,7 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
     ) -> Any:
         """Run an operation, and count the storages that it makes and the bytes that it sends."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a DTensor: its own operations on local tensors are seen
+            return NotImplemented  # a DTensor: its operations on local tensors come here too
         self._count_resized()
         if sharding.casts_gradients(func, args, self._device):
             with self:
@@ -92,7 +92,7 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
         self.add(-size_bytes)
 
     def start(self) -> None:
-        """Begin to count; the first mark is called "start"."""
+        """Begin to count; the first interval is called "start"."""
         self.__enter__()  # type: ignore[no-untyped-call]
         self.mark("start")
 
@@ -107,7 +107,7 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _count_resized(self) -> None:
-        """Count the storages that were resized since."""
+        """Count the storages that were resized since the last call."""
         for position, (storage, before) in enumerate(self._resized):
             after = storage.nbytes()
             if after != before:
@@ -123,11 +123,11 @@ def _dense_among(values: Any) -> list[torch.Tensor]:
 
 
 def on_gpu(graph: Graph, device: torch.device) -> Graph:
-    """Account a graph that was captured on CPU tensors as on a GPU."""
+    """Return a graph that was captured on CPU tensors, with bytes as on a GPU."""
     storages = [replace(s, size_bytes=allocated_bytes(s.size_bytes, device)) for s in graph.storages]
     for mask in (n.outputs[1] for n in graph.nodes if n.op == "aten.native_dropout.default"):
         if (storage := graph.tensors[mask].storage) is not None:
-            storages[storage] = replace(storages[storage], plain_times=1)  # a GPU's kernel gives booleans
+            storages[storage] = replace(storages[storage], plain_times=1)  # the kernel of a GPU returns booleans
     nodes = tuple(replace(n, is_random=n.is_random or is_order_dependent_on_gpu(n.op)) for n in graph.nodes)
     return replace(graph, storages=tuple(storages), nodes=nodes)
 
@@ -150,7 +150,7 @@ def _gpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Stand in for F.scaled_dot_product_attention with the kernel that a GPU would choose; tensors are fake."""
+    """Replace F.scaled_dot_product_attention by the kernel that a GPU would choose, on fake tensors."""
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))
@@ -171,11 +171,11 @@ def _gpu_attention(
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a device does in a millisecond, for estimates."""
+    """The rates of a device per millisecond, for estimates."""
 
-    machine: Machine  # what it computes, and reads and writes
-    source: str  # of these numbers
-    link_bytes_per_ms: float  # what it sends to others, where there are several
+    machine: Machine  # rates of computation, and of reads and writes
+    source: str  # where the numbers come from
+    link_bytes_per_ms: float  # rate to other devices, if there are several
 
     def __str__(self) -> str:
         """Write the rates for people."""
@@ -194,7 +194,7 @@ DEFAULT_RATES = {
 def rates_of(
     device: torch.device, tflops: float | None = None, gb_per_s: float | None = None, link_gb_per_s: float | None = None
 ) -> Rates:
-    """Return the rates of a kind of device, but for those that the user names."""
+    """Return the rates of a kind of device; rates that the user gives replace them."""
     rates = DEFAULT_RATES[device.type]
     machine, link_bytes_per_ms = rates.machine, rates.link_bytes_per_ms
     if tflops is not None:
@@ -211,12 +211,12 @@ def rates_of(
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a module is spread over processes."""
+    """How a module is sharded and divided over processes."""
 
-    shards: int = 1  # processes that `fully_shard` shards parameters over
-    parts: int = 1  # processes that each block is divided over
-    units: tuple[str, ...] = ()  # classes whose modules are sharded each, beside the root; none: the repeated blocks
-    dtype: torch.dtype | None = None  # that parameters are gathered in, gradients reduced in float32; None: their own
+    shards: int = 1  # number of processes that `fully_shard` shards parameters over
+    parts: int = 1  # number of processes that each block is divided over
+    units: tuple[str, ...] = ()  # classes of the units to shard, besides the root; (): repeated blocks
+    dtype: torch.dtype | None = None  # for gathered parameters, with gradients in float32; None: their own
 
     @property
     def count(self) -> int:
@@ -225,7 +225,7 @@ class Layout:
 
     @contextmanager
     def processes(self, device: torch.device) -> Iterator[Any]:
-        """Make this process the first of all while a block runs; yield their mesh, None where there is one process."""
+        """Pretend to be rank 0 of all processes while a block runs; yield the mesh, None for one process."""
         if self.count == 1:
             yield None
             return
@@ -240,7 +240,7 @@ class Layout:
             yield init_device_mesh(device.type, (self.shards, self.parts), mesh_dim_names=(SHARDS, PARTS))
 
     def spread(self, root: nn.Module, mesh: Any) -> None:
-        """Divide and shard a module."""
+        """Divide and shard a module in place."""
         if self.parts > 1:
             divide(root, mesh[PARTS])
         if self.shards == 1:
@@ -252,7 +252,7 @@ class Layout:
             fully_shard(module, mesh=mesh[SHARDS], mp_policy=policy)
 
     def units_of(self, root: nn.Module) -> list[nn.Module]:
-        """List the modules that are sharded each, without the root."""
+        """List the units to shard, without the root."""
         if not self.units:
             return repeated_blocks(root)
         kinds = {type(module).__name__ for module in root.modules()}
@@ -265,7 +265,7 @@ class Layout:
         return [module for module in root.modules() if type(module).__name__ in self.units and module is not root]
 
     def sent_bytes(self, meter: CountingMeter) -> int:
-        """Compute what a process sends to others, by the collectives that were counted: by rings, as NCCL does."""
+        """Return the bytes that a process sends in the counted collectives, by rings as in NCCL."""
         gathered = (meter.sent["gathered"] + meter.sent["scattered"]) * (self.shards - 1) // self.shards
         return gathered + 2 * meter.sent["reduced"] * (self.parts - 1) // self.parts
 
@@ -274,7 +274,7 @@ ONE = Layout()
 
 
 def divide(root: nn.Module, mesh: Any) -> None:
-    """Divide modules over processes by the model's own plan for tensor parallelism; refuse what can't be followed."""
+    """Divide modules over processes by the model's own plan for tensor parallelism; refuse unsupported plans."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -297,7 +297,7 @@ def divide(root: nn.Module, mesh: Any) -> None:
 
 
 def _styles_of(root: nn.Module) -> dict[str, str]:
-    """Return the style in which each divided module is divided, by its path, from the model's own plan."""
+    """Return {module path: style} of all divided modules, from the model's own plan."""
     plan = getattr(root, "_tp_plan", None)
     if not plan:
         raise ConfigurationError(
@@ -306,7 +306,7 @@ def _styles_of(root: nn.Module) -> dict[str, str]:
             "--tp out."
         )
     patterns = [(re.compile(re.escape(path).replace(r"\*", "[^.]+")), style) for path, style in plan.items()]
-    styles = dict[str, str]()  # in a plan, * stands for one part of a path
+    styles = dict[str, str]()  # in a plan, * matches one part of a path
     for path, module in root.named_modules():
         style = next((style for pattern, style in patterns if pattern.fullmatch(path)), WHOLE[0])
         if style in WHOLE:
@@ -334,7 +334,7 @@ def repeated_blocks(root: nn.Module) -> list[nn.Module]:
 
 
 def planned_paths(root: nn.Module) -> list[str]:
-    """List the outermost modules below which nothing is sharded: the root, or its units and what is between them."""
+    """List the paths of the outermost trained modules that have no units below them; "" without sharding."""
     if not sharding.has_units_below(root):
         return [""]
     paths = list[str]()

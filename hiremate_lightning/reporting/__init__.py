@@ -1,1 +1,1 @@
-"""Showing a plan: in a terminal, as pages and pictures, as metrics."""
+"""Shows a plan: in a terminal, as a page, as pictures, as metrics."""

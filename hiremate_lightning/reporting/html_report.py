@@ -1,6 +1,6 @@
 """One plan as one HTML page that opens from disk, without a network: pictures, tables, and the numbers as JSON.
 
-The pictures are those of `svg_report`; a script of some lines says what runs under the pointer.
+The pictures come from `svg_report`; a short script names the operation under the pointer.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .svg_report import FRONTIER_HEIGHT, LEFT, PANEL, RIGHT, TimelineDrawing, fr
 from .timeline import COLOURS, Band, resident_bands, short_source
 
 MAX_MODULE_ROWS = 40
-MAX_BLOCKS = 12  # listed of those that are live at the peak
+MAX_BLOCKS = 12  # most blocks to list of those live at the peak
 CURVE_LIMIT_S = 10.0
 WIDTH, NARROW = 1120, 360  # pixels of a picture, and of its twin for phones
 NONE = "\u2013"
-BETWEEN = " \u00b7 "  # facts in a line
+BETWEEN = " \u00b7 "  # separates facts in a line
 ROUNDED_WORDS = (
     "Captured code ran beside eager PyTorch on the same inputs. These values were not the same bits, but no further "
     "apart than rounding takes them; the code runs as planned."
@@ -41,9 +41,9 @@ def write_html(plan: Plan, path: str | Path, *, curve_limit_s: float = CURVE_LIM
     """Write the report of a plan.
 
     Args:
-        plan: A plan; what was measured of it is shown beside what was predicted.
+        plan: A plan; its measurements are shown beside its predictions.
         path: File to write, some hundred kilobytes. Its folder must exist.
-        curve_limit_s: Seconds to solve other budgets; 0 leaves these out.
+        curve_limit_s: Seconds to solve other budgets; 0 leaves the curve out.
 
     Returns:
         The path.
@@ -106,7 +106,7 @@ class _Page:
         return f'<div class="wide" id="timeline">{_for_screens(draw)}</div>{note}'
 
     def _steps(self) -> dict[str, Any]:
-        """Return what the script shows: each operation of the two runs, and where it is in the picture."""
+        """Return the data for the script: operations of both runs, and their places in the picture."""
         timeline, graph = self.timeline, self.plan.graph
         nodes = [
             [node_words(node), node.direction.value, node.module, short_source(node.source), format_time(time_ms)]
@@ -125,7 +125,7 @@ class _Page:
         return {**place, "resident": self.plan.resident_bytes, "nodes": nodes, "runs": runs}
 
     def _summary(self) -> str:
-        """Describe in one sentence what the plan does; below it batch, device, versions and date, and its numbers."""
+        """Write one sentence about the plan, then batch, device, versions and date, then its numbers."""
         words = verdict(self.numbers)
         batch = f"batch {self.numbers['batch']}" if self.numbers["batch"] else ""
         made = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
@@ -191,12 +191,12 @@ class _Page:
 
 
 def _part(name: str) -> str:
-    """Read a part of the page that is not Python, its style or its script."""
+    """Read the style or the script of the page from its file."""
     return files(__package__).joinpath(name).read_text("utf-8")
 
 
 def _json(name: str, text: str) -> str:
-    """Hold JSON in an element that it can't end."""
+    """Put JSON into a script element, escaped so that it can't end the element."""
     safe = text.replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{safe}</script>\n'
 
@@ -209,7 +209,7 @@ def _module_cells(row: ModuleRow) -> tuple[str, ...]:
 
 
 def _bar(share: float | None) -> str:
-    """Draw a share; where there was nothing to keep, nothing."""
+    """Draw a share as a bar; "" for None (nothing to keep)."""
     if share is None:
         return ""
     return f'<span class="bar" title="{100 * share:.0f}% kept"><i style="width:{100 * share:.0f}%"></i></span>'
@@ -224,7 +224,7 @@ def _swatch(colour: str, words: str) -> str:
 
 
 def _for_screens(draw: Callable[[int], str]) -> str:
-    """Draw a picture for wide screens and one for phones, whose letters are as large; the style shows one of them."""
+    """Draw a picture for wide screens and for phones, with letters of one size; the style shows one of them."""
     return f'<div class="broad">{draw(WIDTH)}</div><div class="narrow">{draw(NARROW)}</div>'
 
 
@@ -241,7 +241,7 @@ def _table(
     words: str = "",
     numbers: Sequence[int] = (1, 2, 3, 4),
 ) -> str:
-    """Lay out cells of HTML in a section; the columns of numbers go to the right."""
+    """Lay out cells of HTML as a table in a section, with columns of numbers aligned to the right."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         styles = (' class="number"' if i in numbers else "" for i in range(len(cells)))
@@ -250,7 +250,7 @@ def _table(
 
     body = "".join(line(row, "td") for row in rows)
     foot = f"<tfoot>{line(total, 'td')}</tfoot>" if total else ""
-    # The caption is for who can't see the heading.
+    # The caption is for screen readers.
     head = f"<caption>{title}</caption><thead>{line(header, 'th')}</thead>"
     return _section(title, f'<div class="wide"><table>{head}<tbody>{body}</tbody>{foot}</table></div>', words)
 

@@ -1,8 +1,8 @@
-"""What is shown of a plan, without torch and without rich: its modules as rows, and its numbers as words.
+"""The content of all reports of a plan, without torch and rich: its modules as rows, and its numbers in words.
 
-`uses_by_module` accounts a plan to modules: a storage belongs to the module whose operation allocates it. `module_rows`
-rolls these up to a dozen rows, equal blocks in one row. `all_numbers` holds all of it for JSON, in a file or in a page;
-`read_summary` reads that back, and `summary_rows` are the words for it.
+`uses_by_module` splits a plan by module: a storage belongs to the module whose operation allocates it. `module_rows`
+sums modules up in a dozen rows, equal blocks in one row. `all_numbers` returns everything for JSON, in a file or a
+page; `read_summary` reads it back, and `summary_rows` puts it into words.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ..records.step import STALE_GRADIENTS
 from ..units import format_bytes, format_ratio, format_time
 from .timeline import eager_run
 
-MAX_ROWS = 12  # of modules, so that plan and prompt fit one screen
-WORTH_SAYING = 0.02  # share of the peak that an advice must save
-MOSTLY = 0.7  # share of the budget beyond which what is resident is the memory
-PREFIX = "hiremate/"  # of the metrics that experiment trackers get
+MAX_ROWS = 12  # most rows of modules, so that the plan fits one screen
+WORTH_SAYING = 0.02  # least share of the peak that an advice must save
+MOSTLY = 0.7  # an advice about resident bytes is shown above this share of the budget
+PREFIX = "hiremate/"  # of the names of metrics in experiment trackers
 METRICS = (
     "budget_bytes",
     "resident_bytes",
@@ -40,7 +40,7 @@ METRICS = (
 )
 _SMALL = 0.01  # share of bytes and time below which modules are summed up as "others"
 _WORTH_OPENING = 0.05  # share below which a module is not broken up into its children
-_MOST_INPUTS = 3  # of a step that are described
+_MOST_INPUTS = 3  # most inputs of a step to describe
 _IN_PAGE = re.compile(r'<script type="application/json" id="plan">(.*?)</script>', re.DOTALL)
 
 
@@ -51,15 +51,15 @@ _IN_PAGE = re.compile(r'<script type="application/json" id="plan">(.*?)</script>
 class ModuleUse:
     """What a plan does to some modules."""
 
-    kept_bytes: int = 0  # from forward to backward
-    dropped_bytes: int = 0  # that plain training keeps there, and the plan does not
-    recomputed: int = 0  # of the forward operations; views don't count
+    kept_bytes: int = 0  # kept from forward to backward
+    dropped_bytes: int = 0  # kept in eager training, and not by the plan
+    recomputed: int = 0  # forward operations that run again, without views
     operations: int = 0
-    extra_ms: float = 0.0  # of all recomputation
+    extra_ms: float = 0.0  # time of recomputation
 
     @property
     def kept_share(self) -> float | None:
-        """Bytes kept over those and the bytes not kept, None where there are neither."""
+        """Bytes kept / bytes that eager training keeps; None if it keeps none."""
         both = self.kept_bytes + self.dropped_bytes
         return self.kept_bytes / both if both else None
 
@@ -70,9 +70,9 @@ def add_uses(uses: Iterable[ModuleUse]) -> ModuleUse:
 
 
 def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
-    """Account a feasible plan to the modules whose operations allocate bytes and are recomputed.
+    """Return what a feasible plan does to each module, by the module whose operation allocates or is recomputed.
 
-    They come by their paths, in order of execution; "" is the planned module itself, `graph.OUTSIDE` what runs outside.
+    Keys are module paths in order of execution; "" is the planned module itself, `graph.OUTSIDE` is outside code.
     """
     graph = plan.graph
     kept = _kept_storages(graph, plan.schedule)
@@ -96,7 +96,7 @@ def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
 
 
 def _kept_storages(graph: Graph, schedule: Schedule) -> set[int | None]:
-    """Find the storages that live on the device at the turn."""
+    """Return the storages that live on the device at the turn."""
     return {graph.tensors[t].storage for t in (*schedule.saved_on_device(graph), *graph.held)}
 
 
@@ -109,20 +109,20 @@ def _path(node: Node) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
-    """One row of the table, which may stand for several equal blocks."""
+    """One row of the table: a module, or several equal blocks."""
 
     label: str  # module path, with the numbers of equal blocks as a range
-    count: int  # of these blocks
-    depth: int  # 0, or 1 for a part of the blocks in the row above
-    use: ModuleUse  # of all of them
-    shares: tuple[float | None, ...] = ()  # kept in each, where they were planned differently; None: nothing to keep
+    count: int  # number of blocks
+    depth: int  # 0; 1 for a part of the blocks of the latest row of depth 0
+    use: ModuleUse  # of all blocks together
+    shares: tuple[float | None, ...] = ()  # kept share of each block, if these differ
 
 
 def module_rows(plan: Plan, limit: int = MAX_ROWS) -> tuple[ModuleRow, ...]:
-    """Roll modules up into few rows: equal blocks together, the largest opened first, the small ones summed up.
+    """Sum modules up in few rows: equal blocks in one row, the largest split first, the small ones in one row.
 
-    There are at most as many rows as the limit, which is 2 or more, and one for what runs outside the plan. They are in
-    order of execution. Those of depth 1 are part of the last row of depth 0; those of depth 0 add up to the whole.
+    There are at most `limit` rows (2 or more), and one more for outside code, in order of execution. Rows of depth 1
+    are parts of the latest row of depth 0; rows of depth 0 add up to the whole.
     """
     uses = uses_by_module(plan)
     outside = uses.pop(OUTSIDE, ModuleUse())
@@ -139,17 +139,17 @@ def total_row(rows: Iterable[ModuleRow]) -> ModuleRow:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Modules that go into one row, whose label and depth it has."""
+    """Equal modules of one row, with the row's label and depth."""
 
     label: str
-    uses: tuple[ModuleUse, ...]  # of each of the equal modules
-    roots: tuple[str, ...] = ()  # their paths, empty for what can't be opened
-    count: int = 1  # of them in each parent
+    uses: tuple[ModuleUse, ...]  # one for each of the equal modules
+    roots: tuple[str, ...] = ()  # their paths; empty if the block can't be split
+    count: int = 1  # number of them in each parent
     depth: int = 0
 
     @property
     def is_group(self) -> bool:
-        """Whether its row stays, as a heading, when it is opened."""
+        """Whether the row stays as a heading when the block is split."""
         return self.count > 1
 
     def row(self) -> ModuleRow:
@@ -164,12 +164,12 @@ class _Modules:
     def __init__(self, graph: Graph, uses: dict[str, ModuleUse]) -> None:
         self.uses = uses
         self.total = add_uses(uses.values())
-        self.below = defaultdict[str, list[str]](list)  # path -> itself and the paths in it that run something
+        self.below = defaultdict[str, list[str]](list)  # path -> itself and the paths below it that run operations
         for path in uses:
             parts = path.split(".") if path else []
             for depth in range(len(parts) + 1):
                 self.below[".".join(parts[:depth])].append(path)
-        self.keys = defaultdict[str, list[str]](list)  # path -> what its operations do
+        self.keys = defaultdict[str, list[str]](list)  # path -> structural keys of its operations
         for node in (graph.nodes[index] for index in graph.forward):
             self.keys[_path(node)].append(node.key or node.op)
 
@@ -180,7 +180,7 @@ class _Modules:
         return tuple(block.row() for block in shown)
 
     def _children(self, block: _Block) -> list[_Block]:
-        """Break a block up into the modules in it, equal ones together, and its own operations."""
+        """Split a block into its child modules, equal ones together, and its own operations."""
         depth = block.depth + block.is_group
         above = "" if block.is_group else block.label
         children = []
@@ -194,7 +194,7 @@ class _Modules:
         return children
 
     def _equal_names(self, path: str) -> list[list[str]]:
-        """Cluster the modules in one: equal are those that do the same work under names that differ in their number."""
+        """Group the child modules of a path: equal ones do the same work under names that differ in a number."""
         start = len(path) + 1 if path else 0
         names = dict.fromkeys(p[start:].split(".")[0] for p in self.below[path] if p != path)
         clusters = defaultdict[tuple[object, ...], list[str]](list)
@@ -205,7 +205,7 @@ class _Modules:
         return list(clusters.values())
 
     def _open_one(self, shown: list[_Block], limit: int) -> list[_Block] | None:
-        """Open the largest block that can be opened and has room; None if there is none."""
+        """Split the largest block that can be split within the limit of rows; return None if there is none."""
         for block in sorted(shown, key=self._weight, reverse=True):
             at = shown.index(block)
             is_open = any(later.depth > block.depth for later in shown[at + 1 : at + 2])
@@ -220,7 +220,7 @@ class _Modules:
         return None
 
     def _fold(self, blocks: list[_Block], limit: int) -> list[_Block]:
-        """Sum up the small blocks, and those for which the limit leaves no room, in one row."""
+        """Sum up in one row the small blocks and those beyond the limit of rows."""
         ranked = sorted(blocks, key=self._weight, reverse=True)
         shown = [b for b in ranked if self._weight(b) >= _SMALL]
         if len(blocks) <= limit and len(blocks) - len(shown) < 2:
@@ -232,7 +232,7 @@ class _Modules:
         return [*(b for b in blocks if b in shown), others]
 
     def _weight(self, block: _Block) -> float:
-        """Share of the bytes, or of the extra time, of the whole: the larger of the two."""
+        """Return a block's share of all bytes or of all extra time, whichever is larger."""
         use, total = add_uses(block.uses), self.total
         size = (use.kept_bytes + use.dropped_bytes) / max(1, total.kept_bytes + total.dropped_bytes)
         return max(size, use.extra_ms / total.extra_ms if total.extra_ms else 0.0)
@@ -243,7 +243,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _range_label(names: Sequence[str]) -> str:
-    """Write equal names as one: "0-9" where all numbers are there, "0..10" where some are not."""
+    """Write equal names as one: "0-9" if all numbers are there, "0..10" if some are missing."""
     if len(names) == 1:
         return names[0]
     stem = names[0].rstrip("0123456789")
@@ -256,7 +256,7 @@ def _range_label(names: Sequence[str]) -> str:
 
 
 def all_numbers(plan: Plan) -> dict[str, Any]:
-    """Return the numbers of a plan with what a reader of the file sees: peak, batch, advice, and what modules keep."""
+    """Return the numbers of a plan, with peak, batch and advice in words, and the rows of modules."""
     rows = module_rows(plan)
     return {
         **plan.to_dict(),
@@ -268,7 +268,7 @@ def all_numbers(plan: Plan) -> dict[str, Any]:
 
 
 def plan_metrics(plan: Plan, plans: int = 1) -> dict[str, float]:
-    """Return bytes, ratios and seconds of one of some plans, by name; what was not measured yet is left out."""
+    """Return bytes, ratios and seconds of one of `plans` plans, by name; leave out what is not measured yet."""
     numbers = plan.to_dict()
     metrics = {name: numbers[name] for name in METRICS}
     metrics |= {"planning_s": sum(numbers["planning"].values()), "plans": plans}
@@ -276,7 +276,7 @@ def plan_metrics(plan: Plan, plans: int = 1) -> dict[str, float]:
 
 
 def rows_of(numbers: Numbers) -> list[ModuleRow]:
-    """Read the rows of modules back from numbers, without their sum; files of earlier versions have none."""
+    """Read the rows of modules back from numbers, without the total; files of earlier versions have no rows."""
     return [
         ModuleRow(**{**row, "use": ModuleUse(**row["use"]), "shares": tuple(row["shares"])})
         for row in numbers.get("modules", ())[:-1]
@@ -284,7 +284,7 @@ def rows_of(numbers: Numbers) -> list[ModuleRow]:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Read the numbers of a plan from what `Plan.to_json`, `write_html` or `hiremate plan --json` wrote."""
+    """Read the numbers of a plan from a file of `Plan.to_json`, `write_html` or `hiremate plan --json`."""
     expected = "Expected what `hiremate plan --json FILE`, Plan.to_json() or write_html() wrote."
     try:
         text = path.read_text(encoding="utf-8")
@@ -292,7 +292,7 @@ def read_summary(path: Path) -> dict[str, Any]:
         data = json.loads(in_page[1] if in_page else text)
     except OSError as error:
         raise ConfigurationError(f"Can't read {str(path)!r}: {error.strerror}. {expected}") from error
-    except ValueError:  # no text, or no JSON
+    except ValueError:  # neither text nor JSON
         data = None
     if isinstance(data, dict) and "planned_step_ms" in data:
         return data
@@ -303,7 +303,7 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def advice_lines(plan: Plan) -> list[str]:
-    """Return what the user can do for less memory than any plan reaches, a sentence for each."""
+    """Return advice by which the user can save memory that no plan can save, a sentence each."""
     lines, graph = [], plan.graph
     if stale := {tensor.storage for tensor in graph.tensors if tensor.name == STALE_GRADIENTS}:
         storages = tuple(replace(s, size_bytes=0) if i in stale else s for i, s in enumerate(graph.storages))
@@ -337,7 +337,7 @@ def node_words(node: Node) -> str:
 
 
 def use_cells(use: ModuleUse) -> tuple[str, ...]:
-    """Write bytes kept and not kept, operations recomputed, and extra time as cells of a table; "" for zero."""
+    """Write kept bytes, dropped bytes, recomputed operations and extra time as cells of a table; "" for zero."""
     return (
         format_bytes(use.kept_bytes) if use.kept_bytes else "",
         format_bytes(use.dropped_bytes) if use.dropped_bytes else "",
@@ -347,7 +347,7 @@ def use_cells(use: ModuleUse) -> tuple[str, ...]:
 
 
 def batch_words(plan: Plan) -> str:
-    """Describe what a step is given, as sizes and type; "" where the graph has no such input."""
+    """Describe the inputs of a step by sizes and type; "" if the graph has none."""
     graph = plan.graph
     inputs = (graph.tensors[tensor] for tensor in graph.inputs)
     described = [
@@ -359,7 +359,7 @@ def batch_words(plan: Plan) -> str:
 
 
 def verdict(numbers: Numbers) -> str:
-    """Describe in one sentence whether a plan keeps its budget, what it saves, and what that costs."""
+    """Describe in one sentence whether a plan keeps its budget, what it saves, and what it costs."""
     name, budget = numbers["target"] or "The model", budget_words(numbers)
     measured_bytes, measured_time = numbers["measured_peak_bytes"], numbers["measured_overhead"]
     peak_bytes = numbers["planned_peak_bytes"] if measured_bytes is None else measured_bytes
@@ -377,7 +377,7 @@ def verdict(numbers: Numbers) -> str:
 
 
 def summary_rows(numbers: Numbers, most_rounded: int | None = None) -> list[tuple[str, str]]:
-    """Describe the numbers of a plan, by name and in words; of differences by rounding all, or so many at most."""
+    """Return the numbers of a plan as (name, words), with at most `most_rounded` differences by rounding, or all."""
     resident, rounded = format_bytes(numbers["resident_bytes"]), numbers["rounded"]
     hidden = len(rounded[most_rounded:]) if most_rounded is not None else 0
     peak = f"{format_bytes(numbers['unplanned_peak_bytes'])} -> {peak_words(numbers, 'planned_peak_bytes', ' planned')}"

@@ -1,4 +1,4 @@
-"""Who sees what of a plan: three lines, or the whole table on request, and progress meanwhile; other ranks see nothing.
+"""Shows progress and plans: three lines, or the whole table on request, on rank 0 only.
 
 Lines start at the left edge, below or above the progress bars of tqdm and rich, which are drawn again after them.
 """
@@ -41,43 +41,43 @@ from .plan_summary import advice_lines
 from .terminal import FAINT, plan_table
 
 LOGGER = logging.getLogger("hiremate_lightning")
-CLEARLY_LONGER = 1.1  # report the seconds of planning again where they are this many times those reported before
+CLEARLY_LONGER = 1.1  # report the seconds of planning again at this many times the seconds reported before
 LOG_WIDTH = 100  # columns of a table in a log
 PAGE = "hiremate_plan.html"
 
 
 def calls_for(full: str = 'verbose="full"', plan: str = "get_plan(model)") -> str:
-    """Return what to write to see more of a plan, by the argument that shows the table and by the plan at hand."""
+    """Describe how to see more: `full` is the argument that shows the table, `plan` the code that returns the plan."""
     names = "get_plan, write_html" if "get_plan" in plan else "write_html"
     page = f'from hiremate_lightning import {names}; write_html({plan}, "plan.html")'
     return f"{full} shows a table; {page} writes a page"
 
 
 class Reporter:
-    """Shows the stages of planning, then the plan, then what was measured of it, then where to read more.
+    """Shows the stages of planning, then the plan, then its measurements, then where to read more.
 
-    That is a line each by default; the table of modules is for `verbose="full"`. On a terminal there is progress that
-    vanishes. Elsewhere lines go to the logger `hiremate_lightning` at level INFO where the program has set up its
-    logging for that, else to standard error. On ranks other than zero: nothing. By default the console is rich's own,
-    on which progress bars of others nest with ours.
+    Each takes one line by default; `verbose="full"` shows the table of modules. A terminal shows progress, which
+    vanishes at the end. Elsewhere, lines go to the logger `hiremate_lightning` at level INFO if the program has set up
+    logging for it, else to standard error. Ranks other than zero show nothing. By default the console is rich's own, so
+    that other progress bars nest with ours.
     """
 
     def __init__(self, verbose: bool | str = True, console: Console | None = None) -> None:
         self.verbose = verbose  # "full" for the whole table of a plan
-        self.folder: Path | None = None  # for the page of the plan, once it was measured; None to say what writes it
-        self.more = calls_for()  # what shows more of a plan
+        self.folder: Path | None = None  # for the page of a measured plan; None: say which call writes it
+        self.more = calls_for()  # how to see more of a plan
         self.total = PlanningTime()  # the seconds of all stages so far
         self._console = console
         self._progress: Progress | None = None
         self._tasks: list[TaskID] = []
-        self._planning_s = 0.0  # seconds of planning that were reported
-        self._open: list[str] = []  # stages under way, where no progress can be drawn
-        self._stages_s = 0.0  # of the stages since the latest plan
-        self._largest_bytes = 0  # peak of the largest step whose plan was shown, without it
+        self._planning_s = 0.0  # the latest reported seconds of planning
+        self._open: list[str] = []  # stages under way, if no progress can be drawn
+        self._stages_s = 0.0  # seconds of the stages since the latest plan
+        self._largest_bytes = 0  # eager peak of the largest step whose plan was shown
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing is shown, here and now."""
+        """Whether nothing is shown by this process now."""
         return not self.verbose or not is_rank_zero()
 
     @property
@@ -87,7 +87,7 @@ class Reporter:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Show that a stage of planning runs, for as long as it does; add up the seconds of each of `STAGES`."""
+        """Show a stage of planning while it runs; add its seconds to `total` if it is one of `STAGES`."""
         LOGGER.debug(name)
         start = time.perf_counter()
         shown: AbstractContextManager[None] = nullcontext()
@@ -101,7 +101,7 @@ class Reporter:
 
     @contextmanager
     def _drawn(self, name: str) -> Iterator[None]:
-        """Draw a stage on a line of its own, below those that it is within."""
+        """Draw a stage on its own line, below the stages around it."""
         if self._progress is None:
             columns = (
                 SpinnerColumn(),
@@ -122,7 +122,7 @@ class Reporter:
             yield
         finally:
             task = self._tasks.pop()
-            if self._tasks:  # the outermost one goes with all that is drawn
+            if self._tasks:  # the outermost one vanishes with the whole drawing
                 self._progress.remove_task(task)
 
     @contextmanager
@@ -139,7 +139,7 @@ class Reporter:
                 self._write([f"HiRemate: still {(self._open or [name])[-1]}, after {due_s:g} s of planning"])
                 due_s *= 2
 
-        if len(self._open) == 1:  # stages within it are named by its thread
+        if len(self._open) == 1:  # the thread of the outermost stage names the inner ones too
             threading.Thread(target=tell, daemon=True).start()
         try:
             yield
@@ -149,16 +149,16 @@ class Reporter:
             self._stages_s = before_s + time.monotonic() - start
 
     def progress(self, description: str, completed: float, total: float | None = None) -> None:
-        """Show how far the stage under way is, beside its name what is counted; outside of a stage, nothing."""
+        """Show how far the stage under way is, and what is counted; show nothing outside of a stage."""
         if self._progress is not None and self._tasks:
             detail = description if total is None else f"{completed:g}/{total:g} {description}"
             self._progress.update(self._tasks[-1], completed=completed, total=total, detail=detail)
 
     def solving(self, step_ms: float) -> Callable[[float, float], None]:
-        """Return what shows the progress of a solve of a step that takes so long without recomputation.
+        """Return a `SolveOptions.progress` that shows the progress of a solve; `step_ms` is the eager step's time.
 
-        As `SolveOptions.progress` it takes the least recompute time that was found, infinite before there is one, and
-        the proven bound on it.
+        It takes the recompute time of the incumbent (infinite before the first one) and the proven bound, in
+        milliseconds.
         """
 
         def tell(best_ms: float, bound_ms: float) -> None:
@@ -171,7 +171,7 @@ class Reporter:
         return tell
 
     def expect(self, name: str, seconds: float) -> None:
-        """Print, before the first step of a model, about how long planning takes, where that is long."""
+        """Announce before the first step of a model how long planning will take, if that is long."""
         if seconds >= thresholds.current.long_stage_s:
             rounded = round(seconds) if seconds < 10 else 5 * round(seconds / 5)
             self.note(
@@ -180,9 +180,9 @@ class Reporter:
             )
 
     def planned(self, plan: Plan, remark: str = "") -> None:
-        """Show a new plan, and what would save more memory: a line, with a remark or without, or the whole table.
+        """Show a new plan as a line, with a remark or with advice that saves memory, or as the whole table.
 
-        The table is shown where it was asked for, and none of a larger step was shown.
+        The table is shown if `verbose` is "full" and no plan of a larger step was shown.
         """
         self._stages_s = 0.0
         if remark:
@@ -195,14 +195,14 @@ class Reporter:
         else:
             lines, seconds = list[str](), plan.planning.all_s
             least_s = max(thresholds.current.long_stage_s, CLEARLY_LONGER * self._planning_s)
-            if seconds >= least_s:  # long, and more than was reported
+            if seconds >= least_s:  # long, and clearly more than reported before
                 self._planning_s = seconds
                 lines.append(f"planned in {planning_words(plan.to_dict())}")
             lines += advice_lines(plan) if is_largest else []
             self.note(planned_lines(plan)[0], *(f"  {line}" for line in lines))
 
     def show(self, table: RenderableType) -> None:
-        """Show a table: drawn on a terminal, elsewhere written in lines of ASCII."""
+        """Show a table: drawn on a terminal, elsewhere as lines of ASCII."""
         if self.is_silent:
             return
         if self._draws:
@@ -215,10 +215,10 @@ class Reporter:
                 self._write(file.read().splitlines())
 
     def measured(self, plan: Plan) -> None:
-        """Show what was measured of a plan beside what it predicted, and where to read more of the largest step."""
+        """Show the measurements of a plan beside its predictions; for the largest step, also where to read more."""
         lines = [measured_line(plan)]
         if not self.is_silent and plan.unplanned_peak_bytes >= self._largest_bytes:
-            self._largest_bytes = plan.unplanned_peak_bytes + 1  # said once
+            self._largest_bytes = plan.unplanned_peak_bytes + 1  # say where to read more once
             more = self.more
             if self.folder is not None:
                 try:
@@ -246,24 +246,24 @@ class Reporter:
                     console.print(Text(line), soft_wrap=True)
                 elif LOGGER.hasHandlers() and LOGGER.isEnabledFor(logging.INFO):
                     LOGGER.info(line)
-                elif LOGGER.level <= logging.INFO:  # not silenced, only not set up
+                elif LOGGER.level <= logging.INFO:  # logging is not silenced, only not set up
                     Console(stderr=True, highlight=False).print(Text(line), soft_wrap=True)
 
 
 def _bars() -> list[Any]:
-    """List the progress bars of tqdm that are on the screen, where tqdm is in use; Lightning's are among them."""
+    """List the progress bars of tqdm on the screen, Lightning's included."""
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    bars = list(getattr(tqdm, "_instances", ()))  # also those that another thread is about to make
+    bars = list(getattr(tqdm, "_instances", ()))  # may hold bars that another thread is still making
     return [bar for bar in bars if not getattr(bar, "disable", True) and hasattr(bar, "start_t")]
 
 
 @contextmanager
 def _above_bars(draws_again: bool = True) -> Iterator[None]:
-    """Make room for lines, since a bar has no line end and what is written next would continue it; then draw it."""
+    """Clear the progress bars while lines are written, since text would continue a bar's line; then draw them again."""
     for bar in _bars():
         if bar.fp.isatty():
             bar.clear(nolock=True)
-        else:  # a file, where nothing can be taken back
+        else:  # in a file a bar can't be cleared
             bar.fp.write("\n")
     try:
         yield
@@ -274,7 +274,7 @@ def _above_bars(draws_again: bool = True) -> Iterator[None]:
 
 
 def is_rank_zero() -> bool:
-    """Whether this process speaks for all: by torch.distributed where it runs, else by the launcher's environment."""
+    """Whether this process is rank 0: by torch.distributed if it runs, else by the launcher's environment."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank() == 0
     ranks = (os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))

@@ -1,8 +1,8 @@
 """Pictures of a plan as SVG, for documents and pages: memory over time, and extra time over budget.
 
-One column of pixels stands for all operations that share it: it shows the one with the most memory. Extra time of many
-methods goes up by its square root, so that 2 % and 200 % are both to be read; methods are told apart by colour and by
-the shape of their marks. Pictures are dark where the reader's screen is.
+If several operations share a column of pixels, it shows the one with the most memory. Pictures of many methods scale
+extra time by its square root, so that 2 % and 200 % are both readable; methods differ in the colour and shape of their
+marks. Pictures are dark if the reader's screen is.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .timeline import BUDGET, COLOURS, FAINT, INK, Band, DrawnStep, eager_run, p
 
 MIN_WIDTH = 480
 LEFT, RIGHT, TOP = 52, 12, 34  # pixels around a panel of memory
-PANEL, GAP = 170, 44  # pixels: height of such a panel, and from one to the next
-BUDGET_SIDE, BUDGET_TOP, BUDGET_BELOW = 16, 40, 48  # pixels to the right of, above and below a drawing over budgets
-FRONTIER_HEIGHT, METHODS_HEIGHT = 260, 300  # pixels of the drawing of a plan, and of methods
-LEAST, LEAST_OF_METHODS = 0.01, 0.03  # extra time that is drawn in any case, of a plan and of methods
-SPARE = 1.06  # room around the outermost values, as a factor
-RATIOS = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # extra times that an axis of roots names
-APART = 11  # pixels at least between two extra times that it names
-LINE = 20  # pixels of a line of text
-LETTER = 6.6  # pixels of an average letter at 12 pixels
-SHOWN_BUDGET = 1.15  # times the highest peak: a budget further above is not drawn
+PANEL, GAP = 170, 44  # pixels: height of a panel of memory, and space to the next
+BUDGET_SIDE, BUDGET_TOP, BUDGET_BELOW = 16, 40, 48  # pixels right of, above and below a drawing over budgets
+FRONTIER_HEIGHT, METHODS_HEIGHT = 260, 300  # height in pixels of the drawing for one plan, and for methods
+LEAST, LEAST_OF_METHODS = 0.01, 0.03  # least extra time at the top of the axis, for one plan and for methods
+SPARE = 1.06  # factor of space around the outermost values
+RATIOS = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # extra times that a square-root axis may name
+APART = 11  # least pixels between two named extra times
+LINE = 20  # height in pixels of a line of text
+LETTER = 6.6  # width in pixels of an average letter of size 12
+SHOWN_BUDGET = 1.15  # a budget above this many times the highest peak is not drawn
 DARK = """<style>@media (prefers-color-scheme: dark) {
 svg.hiremate { fill: #e6e8eb } .hiremate .paper { fill: #16181d } .hiremate .faint { fill: #9aa2ad }
 .hiremate .grid { stroke: #2c3038 } .hiremate .turn { stroke: #9aa2ad } .hiremate .budget { stroke: #ff6fa3 }
@@ -50,7 +50,7 @@ METHOD_SHAPES = (
     "m0 -5l5 5l-5 5l-5 -5Z",
     "m0 5l4.5 -8h-9Z",
 )
-# Marks around a point, in a picture and before a name in its legend.
+# Marks around a point, in a picture and in its legend.
 RING = f'<circle cx="{{x}}" cy="{{y}}" r="5" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'  # plain, peaks
 DOT = f'<circle cx="{{x}}" cy="{{y}}" r="6" class="budget-key" fill="{BUDGET}"/>'
 CROSS = f'<path d="M{{x}} {{y}}m-6 -6l12 12m0 -12l-12 12" class="peak" stroke="{INK}" stroke-width="2"/>'
@@ -60,7 +60,7 @@ FOUND_DOT = f'<circle cx="{{x}}" cy="{{y}}" r="3" fill="{COLOURS[Band.SAVED]}"/>
 FOUND_LINE = f'stroke="{COLOURS[Band.SAVED]}" fill="none" stroke-width="2"'
 PROVEN, PROVEN_LINE = "proven: nothing is faster", f'{FAINT_LINE} fill="none" stroke-width="2"'
 
-Point = tuple[float, float]  # values to the right and upwards, such as bytes and an extra time, a ratio
+Point = tuple[float, float]  # values of the horizontal and the vertical axis, such as bytes and an extra time (a ratio)
 
 
 def write_svg(plan: Plan, path: str | Path, width: int = 860) -> Path:
@@ -89,7 +89,7 @@ def write_svg(plan: Plan, path: str | Path, width: int = 860) -> Path:
 
 
 def plan_file(plan: object, path: str | Path) -> Path:
-    """Check a file, and that it is a plan that is to be written: not the None of `get_plan`, nor a model."""
+    """Return the path of a file, after checking that it can be written and that `plan` is a plan."""
     if not isinstance(plan, Plan):
         raise ConfigurationError(
             f"Expected a plan to write, found {type(plan).__name__}. get_plan(model) returns it from the second "
@@ -99,7 +99,7 @@ def plan_file(plan: object, path: str | Path) -> Path:
 
 
 def writable(path: str | Path, makes_folder: bool = False) -> Path:
-    """Check that a file can be written before work goes into it; its folder may be missing where that is made."""
+    """Return the path of a file if it can be written; `makes_folder` allows a missing folder."""
     path = Path(path)
     if not (makes_folder or path.parent.is_dir()):
         raise ConfigurationError(f"There is no folder {str(path.parent)!r} to write {path.name} to. Make it first.")
@@ -107,7 +107,7 @@ def writable(path: str | Path, makes_folder: bool = False) -> Path:
         raise ConfigurationError(f"{str(path)!r} is a folder. Name a file in it.")
     folder = next(place for place in path.absolute().parents if place.exists())
     try:
-        with path.open("ab") if path.exists() else TemporaryFile(dir=folder):  # permissions do not tell root
+        with path.open("ab") if path.exists() else TemporaryFile(dir=folder):  # permissions are no test for root
             return path
     except OSError as error:
         raise ConfigurationError(f"Can't write {str(path)!r}: {error.strerror}. Name another file.") from error
@@ -128,7 +128,7 @@ def open_svg(width: int, height: int, title: str) -> list[str]:
 
 
 def _text(x: float, y: float, words: str, look: str = "") -> str:
-    """Write words, which may hold markup."""
+    """Write text, which may contain markup."""
     return f'<text x="{x:.1f}" y="{y:.1f}" {look}>{words}</text>'
 
 
@@ -142,38 +142,38 @@ def _marked(mark: str, point: Point) -> str:
 
 @dataclass(frozen=True)
 class Axes:
-    """Values to the right and upwards, and the pixels where they lie."""
+    """The two axes of a drawing: converts values to pixels."""
 
-    edges: tuple[float, float, float, float]  # left, right, upper and lower, in pixels
+    edges: tuple[float, float, float, float]  # left, right, upper and lower edge, in pixels
     low: float  # value at the left edge
     high: float  # value at the right edge
-    most: float  # value at the upper edge; 0 is at the lower one
-    is_root: bool = False  # whether values go up by their square root
+    most: float  # value at the upper edge; the lower edge is 0
+    is_root: bool = False  # whether the vertical axis is of square roots
 
     def x(self, value: float) -> float:
-        """Return where a value to the right lies, in pixels."""
+        """Convert a horizontal value to pixels."""
         left, right, *_ = self.edges
         return round(left + (value - self.low) / (self.high - self.low) * (right - left), 1)
 
     def y(self, value: float) -> float:
-        """Return where a value upwards lies, in pixels."""
+        """Convert a vertical value to pixels."""
         *_, top, bottom = self.edges
         share = max(0.0, value) / self.most
         return round(bottom - (math.sqrt(share) if self.is_root else share) * (bottom - top), 1)
 
     def place(self, point: Point) -> Point:
-        """Return where a point lies, in pixels."""
+        """Convert a point to pixels."""
         return self.x(point[0]), self.y(point[1])
 
     def levels(self, named: Iterable[tuple[float, float]]) -> Iterator[str]:
-        """Draw lines at values upwards, each with a number beside it."""
+        """Draw horizontal lines at vertical values, each with its number."""
         left, right, *_ = self.edges
         for value, number in named:
             yield _path(f"M{left} {self.y(value)}H{right}", 'class="grid" stroke="#eceef1"')
             yield _text(left - 6, self.y(value) + 4, f"{number:g}", 'text-anchor="end"')
 
     def bottom(self, scale: float, about: int, words: str, look: str = "") -> Iterator[str]:
-        """Write round numbers of a scale below the drawing, and what they are."""
+        """Write round numbers of a scale below the drawing, and their unit in words."""
         left, right, _, bottom = self.edges
         for tick in ticks(self.high / scale, about):
             if tick * scale >= self.low:
@@ -181,18 +181,18 @@ class Axes:
         yield _text((left + right) / 2, bottom + 16 + LINE, words, f'text-anchor="middle" {look}')
 
     def line(self, points: Sequence[Point]) -> str:
-        """Connect points."""
+        """Connect points by straight lines."""
         return "M" + "L".join(f"{x} {y}" for x, y in map(self.place, points))
 
     def steps(self, points: Sequence[Point], order: str) -> str:
-        """Connect points by level (H) and upright (V) lines, in an order."""
+        """Connect points by horizontal (H) and vertical (V) lines, in the given order."""
         (x, y), *places = map(self.place, points)
         moves = (f"{move}{x if move == 'H' else y}" for x, y in places for move in order)
         return f"M{x} {y}{''.join(moves)}"
 
 
 def lay_out(entries: Iterable[tuple[str, str]], top: float, width: int) -> tuple[list[str], float]:
-    """Lay marks and names out in rows; return these, and the pixels above what comes below."""
+    """Lay out the marks and names of a legend in rows; return the rows, and the pixel position below them."""
     parts, x, y = [], float(LEFT), top + LINE
     for mark, name in entries:
         needed = 34 + LETTER * len(name)
@@ -214,7 +214,7 @@ def _budget_line(path: str) -> str:
 
 
 def ticks(most: float, about: int = 5) -> list[float]:
-    """Choose round numbers from 0 to a maximum."""
+    """Choose about `about` round numbers from 0 to a maximum."""
     rough = most / about
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= rough)
@@ -225,12 +225,12 @@ def ticks(most: float, about: int = 5) -> list[float]:
 
 
 class TimelineDrawing:
-    """The memory of the plain step, and of the planned one below it; the width is in pixels."""
+    """A picture of the memory of the eager step, and below it of the planned step; the width is in pixels."""
 
     def __init__(self, plan: Plan, width: int) -> None:
         self.plan, self.width, self.runs = plan, width, (eager_run(plan), planned_run(plan))
         self.tops = [TOP + row * (PANEL + GAP) for row in range(len(self.runs))]  # upper edges of the panels
-        self.end_ms = max(run.starts_ms[-1] for run in self.runs) or 1.0  # at the right edge
+        self.end_ms = max(run.starts_ms[-1] for run in self.runs) or 1.0  # time at the right edge
         self._peak_bytes = max(plan.unplanned_peak_bytes, plan.planned_peak_bytes)
         self._shows_budget = plan.budget_bytes <= SHOWN_BUDGET * self._peak_bytes
 
@@ -282,7 +282,7 @@ class TimelineDrawing:
 
 
 def _area(axes: Axes, floor: Sequence[int], ceiling: Sequence[int]) -> str:
-    """Outline what is between two lines of steps: the upper one to the right, the lower one back."""
+    """Outline the area between two step lines: along the upper line, and back along the lower one."""
     forth = [(i, size) for i, size in enumerate(ceiling) if not i or size != ceiling[i - 1]]
     back = [(i + 1, size) for i, size in enumerate(floor) if i + 1 == len(floor) or size != floor[i + 1]]
     outline = "".join(f"H{LEFT + i}V{axes.y(size)}" for i, size in (*forth, *reversed(back)))
@@ -294,22 +294,22 @@ def _area(axes: Axes, floor: Sequence[int], ceiling: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Budgets with an extra time each, and how they are drawn."""
+    """Pairs of budget and extra time, and how they are drawn."""
 
     name: str
-    points: tuple[Point, ...]  # by budget
-    mark: str = ""  # at each of them
-    look: str = ""  # of the line through them
-    order: str = ""  # of that line's level (H) and upright (V) parts; it is straight where there are none
-    end: tuple[Point, ...] = ()  # where it goes on to
+    points: tuple[Point, ...]  # in order of budgets
+    mark: str = ""  # the mark at each point
+    look: str = ""  # style of the line through the points
+    order: str = ""  # of the line's horizontal (H) and vertical (V) parts; "" for straight lines
+    end: tuple[Point, ...] = ()  # where the line continues to, without marks
 
     @property
     def key(self) -> str:
-        """What stands before its name in a legend."""
+        """The mark before the name in a legend."""
         return self.mark if self.mark and not self.order else STROKE.format(look=self.look)
 
     def draw(self, axes: Axes) -> Iterator[str]:
-        """Draw the line and the marks, of which those of methods have their names under the pointer."""
+        """Draw the line and the marks; a method's marks show their values under the pointer."""
         if self.look and self.points:
             line = axes.steps(self.points, self.order) if self.order else axes.line([*self.points, *self.end])
             yield _path(line, self.look)
@@ -321,11 +321,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """Extra time over the budgets of one step, by series in the order of the legend; what is proven is drawn first."""
+    """A drawing of extra time over budgets of one step: series in the order of the legend, proven bounds first."""
 
-    title: str  # above it
+    title: str  # text above the panel
     series: tuple[Series, ...]
-    budget_bytes: int | None = None  # of the plan that is shown; None for methods, whose extra times go up by roots
+    budget_bytes: int | None = None  # budget of the plan; None for methods, drawn on a square-root axis
 
     @property
     def keys(self) -> list[tuple[str, str]]:
@@ -333,7 +333,7 @@ class Panel:
         return [(series.key, series.name) for series in self.series]
 
     def draw(self, left: float, top: float, width: int, height: int) -> Iterator[str]:
-        """Draw it at a place and with a size, in pixels; the axes are within."""
+        """Draw the panel, axes included, at a place and with a size in pixels."""
         is_root = self.budget_bytes is None
         points = [point for series in self.series for point in series.points]
         budgets = [size_bytes for size_bytes, _ in points]
@@ -355,7 +355,7 @@ class Panel:
 
 
 def _apart(axes: Axes) -> Iterator[float]:
-    """Go through the extra times that an axis of roots has room to name."""
+    """Yield the extra times that a square-root axis has space to name."""
     below = math.inf
     for extra in (ratio for ratio in RATIOS if ratio <= axes.most):
         if below - axes.y(extra) >= APART:
@@ -364,25 +364,25 @@ def _apart(axes: Axes) -> Iterator[float]:
 
 
 def panel_svg(panel: Panel, title: str, width: int = 760, height: int = METHODS_HEIGHT) -> str:
-    """Draw one panel with its legend; the height is that within the axes."""
+    """Draw one panel with its legend; `height` is the height within the axes."""
     whole = BUDGET_TOP + height + BUDGET_BELOW
     return _picture(title, width, panel.draw(0, 0, width, whole), panel.keys, whole)
 
 
 def frontier_of(plan: Plan, curve: Curve) -> Panel:
-    """Put a plan among the fastest schedules that are known for other budgets of its step, and what is proven."""
-    curve = curve.with_solution(plan.planned.peak_bytes, plan.solution)  # its bound was proven for at least that much
+    """Return a panel of a plan among the fastest known schedules for other budgets of its step, with bounds."""
+    curve = curve.with_solution(plan.planned.peak_bytes, plan.solution)  # the plan's bound holds for its own peak too
     step_ms = step_time_ms(plan.graph, plan.profile) or 1.0
 
     def place(peak_bytes: int, extra_ms: float) -> Point:
         return plan.resident_bytes + peak_bytes, extra_ms / step_ms
 
-    last = curve.points[-1]  # of the most memory
+    last = curve.points[-1]  # the point of most memory
     most = max(plan.unplanned.peak_bytes, last.peak_bytes)
     fastest = [place(point.peak_bytes, point.extra_ms) for point in (*curve.points, replace(last, peak_bytes=most))]
     bounds, best_ms = list[Point](), 0.0
-    for budget, bound_ms in () if plan.solution.offloads else reversed(curve.bounds):  # of plans that offload nothing
-        best_ms = max(best_ms, bound_ms)  # a bound holds for every smaller budget too
+    for budget, bound_ms in () if plan.solution.offloads else reversed(curve.bounds):  # for plans without offloads
+        best_ms = max(best_ms, bound_ms)  # a bound holds for each smaller budget too
         if budget <= most:
             bounds.append(place(budget, best_ms))
     predicted = place(plan.planned.peak_bytes, plan.planned.extra_ms)
@@ -399,7 +399,7 @@ def frontier_of(plan: Plan, curve: Curve) -> Panel:
 
 
 def methods_panel(title: str, points: Mapping[str, Iterable[Point]], bounds: Iterable[Point], plain: Point) -> Panel:
-    """Put what each method found into a panel, with what is proven, if anything is, and plain training."""
+    """Return a panel of the points of each method, the proven bounds if there are any, and eager training."""
     series = []
     for index, (name, fitting) in enumerate(points.items()):
         colour, shape = METHOD_COLOURS[index % len(METHOD_COLOURS)], METHOD_SHAPES[index % len(METHOD_SHAPES)]
@@ -411,7 +411,7 @@ def methods_panel(title: str, points: Mapping[str, Iterable[Point]], bounds: Ite
 
 
 def panel_of(comparison: Comparison, methods: Sequence[str], title: str, resident_bytes: int, plain: int) -> Panel:
-    """Put a comparison into a panel, with the methods in the order of the legend; resident bytes are added to all."""
+    """Return a panel of a comparison, methods in the order of the legend; resident bytes are added to all budgets."""
     points: dict[str, list[Point]] = {method: [] for method in methods}
     for outcome in comparison.outcomes:
         if outcome.fits:

@@ -1,7 +1,7 @@
 """A plan drawn in the terminal: `plan_table` puts its numbers, its modules and its memory timeline in a panel.
 
-The terminal's own sixteen colours are used, none of them yellow or white, so that light and dark backgrounds both work;
-no meaning is in colour alone. Where a stream takes ASCII only, the same is drawn in ASCII.
+Only the terminal's own sixteen colours are used, without yellow and white, so that light and dark backgrounds both
+work. Colour alone carries no meaning. A stream that takes only ASCII gets the same drawing in ASCII.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .timeline import TINY, Band, DrawnStep, eager_run, planned_run
 
 MAX_WIDTH = 110  # columns; wider tables are harder to read along a row
 TIMELINE_ROWS = 8
-ROUNDED = 3  # differences by rounding that are listed
+ROUNDED = 3  # most differences by rounding to list
 
 
-# The characters to draw with, and what a stream gets that takes ASCII only.
+# The characters of drawings, and their ASCII replacements.
 LEVELS = "▁▂▃▄▅▆▇█"  # cells filled from the bottom, from nearly empty to full
-FULL, SHADE, OFFLOADED = "█", "░", "▒"  # what the plan keeps, what plain training keeps, what goes to the host
-LINE, AGAIN, TURN, SIDE = "─", "━", "┴", "│"  # on the axis: time, recomputation, where forward and backward meet
+FULL, SHADE, OFFLOADED = "█", "░", "▒"  # bytes of the plan, of the eager step, and offloaded bytes
+LINE, AGAIN, TURN, SIDE = "─", "━", "┴", "│"  # the axis: time, recomputation, the turn, the vertical line
 TIMES, NONE = "\u00d7", "·"  # in tables: before a count of equal modules, and for zero
 ASCII = str.maketrans(LEVELS + SHADE + OFFLOADED + LINE + AGAIN + TURN + SIDE + TIMES + NONE, "__ooOO##:%-=+|x.")
 _KEPT, FAINT, _BUDGET, _AGAIN, _OVER, _OFFLOADED = "green", "dim", "magenta", "cyan", "bold red", "blue"
@@ -43,9 +43,9 @@ _KEPT, FAINT, _BUDGET, _AGAIN, _OVER, _OFFLOADED = "green", "dim", "magenta", "c
 
 @dataclass(frozen=True)
 class Drawn:
-    """What is drawn as wide as a rich console is, of 60 columns or more; in ASCII where its encoding asks for that."""
+    """A drawing of the width of a rich console, at least 60 columns; in ASCII if the encoding needs it."""
 
-    draw: Callable[[int, bool], RenderableType]  # by columns, and whether only ASCII is taken
+    draw: Callable[[int, bool], RenderableType]  # takes the columns, and whether to use only ASCII
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         drawn = self.draw(min(options.max_width, MAX_WIDTH), options.ascii_only)
@@ -54,11 +54,11 @@ class Drawn:
 
 
 def plan_table(plan: Plan) -> RenderableType:
-    """Draw a plan, as predicted and measured: its numbers, what it does to each module, and its memory over time."""
+    """Draw a plan with predictions and measurements: its numbers, a row for each module, its memory over time."""
 
     def draw(width: int, is_ascii: bool) -> Panel:
         numbers = all_numbers(plan)
-        timeline = timeline_text(plan, width - 4)  # within the panel's border and padding
+        timeline = timeline_text(plan, width - 4)  # less the panel's border and padding
         shown = Group(_facts(numbers, is_ascii), "", module_table(rows_of(numbers)), "", timeline)
         return Panel(shown, title=Text(plan_title(plan), "bold"), title_align="left", width=width, border_style=FAINT)
 
@@ -66,7 +66,7 @@ def plan_table(plan: Plan) -> RenderableType:
 
 
 def _facts(numbers: Numbers, is_ascii: bool) -> Table:
-    """Put the plan's numbers under a few words."""
+    """Draw the plan's numbers as a table of names and words."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style=FAINT, no_wrap=True)
     grid.add_column()
@@ -80,7 +80,7 @@ def _facts(numbers: Numbers, is_ascii: bool) -> Table:
 
 
 def module_table(rows: Sequence[ModuleRow]) -> RenderableType:
-    """Draw what each module keeps, and the sum, as a table."""
+    """Draw the rows of modules, and their sum, as a table."""
 
     def draw(width: int, is_ascii: bool) -> Table:
         bar_width = 20 if width >= 90 else 10 if width >= 70 else 0
@@ -125,12 +125,12 @@ def _bar(share: float | None, width: int) -> Text:
 
 
 def _level(share: float) -> str:
-    """Choose the cell that is filled to a share in (0, 1]."""
+    """Return the character of a cell filled to a share in (0, 1]."""
     return LEVELS[min(len(LEVELS) - 1, int(share * len(LEVELS)))]
 
 
 def _columns_bar(shares: Sequence[float | None], width: int) -> Text:
-    """Draw one column for each share. Where there are more shares than columns, neighbours share one, at their mean."""
+    """Draw one column for each share; if there are more shares than columns, a column is the mean of neighbours."""
     size = -(-len(shares) // width)
     text = Text()
     for start in range(0, len(shares), size):
@@ -144,11 +144,11 @@ def _columns_bar(shares: Sequence[float | None], width: int) -> Text:
 
 
 def timeline_text(plan: Plan, width: int) -> Text:
-    """Draw the memory of the planned step over that of the plain one: time to the right, bytes upwards.
+    """Draw the memory of the planned step in front of the eager step's: time to the right, bytes upwards.
 
-    The axis starts at the resident bytes; the budget is a line, unless it is far above all memory. Each column shows
-    the most bytes of its time, those of values that go to the host below. The width is of 40 columns at least, labels
-    included.
+    The vertical axis starts at the resident bytes; the budget is a line, unless it is far above all memory. Each column
+    shows the most bytes of its time, with the bytes of offloaded values at the bottom. The width, with labels, is at
+    least 40 columns.
     """
     return _Timeline(plan, width).draw()
 
@@ -157,13 +157,13 @@ class _Timeline:
     def __init__(self, plan: Plan, width: int) -> None:
         self.plan, self.width, self.run = plan, width, planned_run(plan)
         self.end_ms = max(plan.planned.time_ms, plan.unplanned.time_ms)  # at the right edge
-        self.top_bytes = max(plan.unplanned.peak_bytes, plan.planned.peak_bytes, 1)  # at the top, above the resident
+        self.top_bytes = max(plan.unplanned.peak_bytes, plan.planned.peak_bytes, 1)  # at the top, without resident
         below = max(1, round(TIMELINE_ROWS * plan.room.step_bytes / self.top_bytes))
-        self.budget_row = below if below <= TIMELINE_ROWS + 1 else 0  # rows below its line; 0 for a budget far above
-        exact = plan.room.step_bytes / self.budget_row if self.budget_row else 0.0  # the line is between two rows
+        self.budget_row = below if below <= TIMELINE_ROWS + 1 else 0  # rows below its line; 0 if it is far above
+        exact = plan.room.step_bytes / self.budget_row if self.budget_row else 0.0  # puts the line between two rows
         self.row_bytes = max(exact, self.top_bytes / (TIMELINE_ROWS + 1))
         sizes = plan.resident_bytes + self.top_bytes, plan.budget_bytes, plan.resident_bytes
-        self.labels = tuple(map(format_bytes, sizes))  # at the top, at the budget, and on the axis
+        self.labels = tuple(map(format_bytes, sizes))  # at the top, at the budget, and at the bottom
         self.columns = max(20, width - max(map(len, self.labels)) - 2)
         self.indent = " " * (width - self.columns)
         self.spans = list(self.run.spans(self.columns, self.end_ms))
@@ -187,14 +187,14 @@ class _Timeline:
         return Text("\n").join([*lines, self._line(resident, axis, TURN), phases])
 
     def _levels(self, run: DrawnStep) -> list[tuple[int, int]]:
-        """Return for each column the most bytes of its time, and those of values that go to the host; 0 at the end."""
+        """Return for each column the most bytes of its time, and the bytes of offloaded values in it; 0 at the end."""
         offloaded, timeline = run.bands.get(Band.OFFLOADED), run.simulation.timeline
         positions = run.by_column(self.columns, self.end_ms)
         levels = [(timeline[at].peak_bytes, offloaded[at] if offloaded else 0) for at in positions]
         return [*levels, *[(0, 0)] * (self.columns - len(levels))]
 
     def _recomputes(self) -> list[bool]:
-        """Whether much of the time of each column runs something again."""
+        """Return for each column whether much of its time is recomputation."""
         again = [0.0] * self.columns
         for position, start, end in self.spans:
             if self.run.is_again(position):
@@ -236,15 +236,15 @@ class _Timeline:
 
 
 class Output(Console):
-    """Standard output. Where nobody reads it any more, as behind `| head`, the rest is dropped: that is no error."""
+    """Standard output that drops the rest without an error if its reader has ended, as behind `| head`."""
 
     def on_broken_pipe(self) -> None:
-        """Write the rest nowhere."""
+        """Discard the rest of the output."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def write_json(numbers: Mapping[str, Any], target: str) -> None:
-    """Write numbers as JSON to a file, or to the output where the target is "-"."""
+    """Write numbers as JSON to a file, or to standard output if the target is "-"."""
     text = json.dumps(numbers, indent=2)
     if target == "-":
         Output().out(text, highlight=False)
@@ -255,7 +255,7 @@ def write_json(numbers: Mapping[str, Any], target: str) -> None:
 
 
 def plain_table(headers: Iterable[str], rows: Iterable[Iterable[str]], words: Container[str] = ()) -> Table:
-    """Make a table without a frame; columns whose headers are among the words begin at the left, others are numbers."""
+    """Return a table without a frame: columns whose header is in `words` align left, all others (numbers) right."""
     table = Table(box=box.SIMPLE_HEAD if Console().is_terminal else box.ASCII2, show_edge=False, pad_edge=False)
     for header in headers:
         table.add_column(header, justify="left" if header in words else "right")

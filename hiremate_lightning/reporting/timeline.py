@@ -1,7 +1,7 @@
-"""The memory of a step over time, as the terminal, the SVG pictures and the page draw it.
+"""The memory of a step over time, for the terminal, the SVG pictures and the page.
 
-The simulator finds the blocks of memory; `lifetimes` says what each is for. A `DrawnStep` adds them up for each
-operation of the plain or of the planned step.
+The simulator returns the blocks of memory; `lifetimes` gives each block its band. A `DrawnStep` adds the blocks up for
+each operation of the eager or of the planned step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..records.step import STALE_GRADIENTS
 
 
 class Band(str, Enum):
-    """What a block is for, in the order in which bands are stacked, the longest-lived below."""
+    """The purpose of a block, in the order in which bands are stacked, the longest-lived at the bottom."""
 
     SAVED = "saved activations"
     OFFLOADED = "activations that go to the host"
@@ -33,10 +33,10 @@ class Band(str, Enum):
     WORKSPACE = "workspace"
 
 
-TINY = 1e-9  # of a column: what rounding may add to an end
+TINY = 1e-9  # of a column: the rounding error of an end
 RESIDENT = "resident before the step"
 OTHER = "other, resident"
-# Told apart also without red and green; resident bytes are grey.
+# Distinct without red and green too; resident bytes are grey.
 COLOURS = {
     Band.SAVED: "#4477aa",
     Band.OFFLOADED: "#117a8b",
@@ -55,39 +55,39 @@ INK, FAINT, BUDGET = "#22262d", "#6b7280", "#c2185b"
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """The life of one block, from the first to the last operation by their positions in the simulated timeline."""
+    """The life of one block, from the first to the last operation, as positions in the simulated timeline."""
 
-    storage: int  # one that is computed again has another block
-    node: int | None  # that allocated it, None for the gradients that the step is handed
+    storage: int  # a recomputed storage has one block per computation
+    node: int | None  # the node that allocates the block, None for incoming gradients
     band: Band
     size_bytes: int
     first: int
-    last: int  # freed at its end
+    last: int  # the block is freed at the end of this operation
 
 
 def lifetimes(graph: Graph, schedule: Schedule) -> tuple[Lifetime, ...]:
-    """Return every block of some bytes that a step allocates under a valid schedule, in order of allocation."""
+    """Return every non-empty block that a step allocates under a valid schedule, in order of allocation."""
     run = [op.node for op in (*schedule.forward, *schedule.backward) if isinstance(op, Compute)]
     turn = sum(isinstance(op, Compute) for op in schedule.forward)
     stale = {tensor.storage for tensor in graph.tensors if tensor.name == STALE_GRADIENTS}
     offloaded = {op.storage for op in schedule.backward if isinstance(op, CopyIn)}
-    makers = dict[int, int | None]()  # of what was offloaded so far
+    makers = dict[int, int | None]()  # of the storages offloaded so far
     lives = []
     for storage, first, last in blocks(graph, schedule):
         if not graph.sizes[storage]:
             continue
         node = None if graph.storages[storage].kind is StorageKind.TANGENT else run[first]
         band = Band.GRADIENT if storage in stale else _band(graph, storage, node, first >= turn, last >= turn)
-        if storage in offloaded - stale:  # two blocks, before it goes to the host and when it is back
+        if storage in offloaded - stale:  # two blocks: before the copy to the host, and after the copy back
             if storage in makers:
-                offloaded.remove(storage)  # later ones are computed again
+                offloaded.remove(storage)  # later blocks are recomputed
             band, node = Band.OFFLOADED, makers.setdefault(storage, node)
         lives.append(Lifetime(storage, node, band, graph.sizes[storage], first, last))
     return tuple(lives)
 
 
 def band_bytes(lives: Iterable[Lifetime], length: int) -> dict[Band, list[int]]:
-    """Add up blocks: for each band that occurs, in stacking order, its bytes while each operation runs."""
+    """Return, for each band that occurs, in stacking order, its bytes while each operation runs."""
     changes = {band: [0] * (length + 1) for band in Band}
     for life in lives:
         if life.first <= life.last:
@@ -98,7 +98,7 @@ def band_bytes(lives: Iterable[Lifetime], length: int) -> dict[Band, list[int]]:
 
 
 def _band(graph: Graph, storage: int, node: int | None, is_of_backward: bool, is_saved: bool) -> Band:
-    """Find what a block is for."""
+    """Return the band of a block."""
     if node is not None and graph.nodes[node].op == OUTSIDE:
         return Band.OUTSIDE
     if node is None or graph.storages[storage].kind is StorageKind.GRADIENT:
@@ -113,10 +113,10 @@ def _band(graph: Graph, storage: int, node: int | None, is_of_backward: bool, is
 
 @dataclass(frozen=True)
 class DrawnStep:
-    """One of the two steps that are drawn."""
+    """One of the two steps of a drawing: eager or planned."""
 
     plan: Plan
-    graph: Graph  # of the plan, or of plain PyTorch
+    graph: Graph  # of the plan, or of the eager step
     name: str  # "plain" or "planned"
     schedule: Schedule
     simulation: Simulation
@@ -124,7 +124,7 @@ class DrawnStep:
 
     @cached_property
     def lives(self) -> tuple[Lifetime, ...]:
-        """Blocks that it allocates."""
+        """The blocks that the step allocates."""
         return lifetimes(self.graph, self.schedule)
 
     @cached_property
@@ -133,25 +133,25 @@ class DrawnStep:
         nodes = [moment.node for moment in self.simulation.timeline]
         needed = [self.workspace_bytes[node] for node in nodes]
         bands, workspace = band_bytes(self.lives, len(nodes)), [max(0, size) for size in needed]
-        if Band.GRADIENT in bands:  # one that takes the memory of what it is made of is there once
+        if Band.GRADIENT in bands:  # a gradient in the memory of its source counts once
             bands[Band.GRADIENT] = [g + min(0, size) for g, size in zip(bands[Band.GRADIENT], needed, strict=True)]
         return {**bands, Band.WORKSPACE: workspace} if any(workspace) else bands
 
     @cached_property
     def starts_ms(self) -> list[float]:
-        """When each operation starts, and when the last one ends."""
+        """The start of each operation, and the end of the last one, in ms."""
         times_ms = (self.plan.profile.time_ms[moment.node] for moment in self.simulation.timeline)
         return list(accumulate(times_ms, initial=0.0))
 
     def spans(self, columns: int, end_ms: float) -> Iterator[tuple[int, float, float]]:
-        """Yield the position of each operation, and the columns where it starts and ends; all as wide in no time."""
+        """Yield each position with the columns of its start and end; all equally wide if no operation takes time."""
         count = len(self.simulation.timeline)
         starts, end = (self.starts_ms, end_ms) if end_ms else (range(count + 1), max(1, count))
         places = [start / end * columns for start in starts]
         yield from zip(range(count), places, places[1:], strict=False)
 
     def by_column(self, columns: int, end_ms: float) -> list[int]:
-        """For each column up to the end of the step, find the operation in it that has the most memory."""
+        """Return, for each column up to the end of the step, the operation in it with the most memory."""
         spans, timeline = list(self.spans(columns, end_ms)), self.simulation.timeline
         last = max(1, min(columns, math.ceil(spans[-1][2] - TINY))) if spans else 0
         highest = [-1] * last
@@ -164,12 +164,12 @@ class DrawnStep:
 
     @property
     def peak_position(self) -> int:
-        """The operation that has the most memory."""
+        """The position of the operation with the most memory."""
         return self.simulation.timeline.index(self.simulation.peak_moment)
 
     @property
     def live_at_peak(self) -> list[Lifetime]:
-        """Blocks that are in memory then."""
+        """The blocks in memory at the peak."""
         return [life for life in self.lives if life.first <= self.peak_position <= life.last]
 
     def is_again(self, position: int) -> bool:
@@ -179,19 +179,19 @@ class DrawnStep:
 
 
 def eager_run(plan: Plan) -> DrawnStep:
-    """Return the step with everything kept."""
+    """Return the eager step of a plan."""
     graph, profile = in_eager(plan.graph, plan.profile)
     schedule = lower(graph, eager_decisions(graph))
     return DrawnStep(plan, graph, "plain", schedule, plan.unplanned, profile.workspace_bytes)
 
 
 def planned_run(plan: Plan) -> DrawnStep:
-    """Return the step under the plan."""
+    """Return the planned step of a plan."""
     return DrawnStep(plan, plan.graph, "planned", plan.schedule, plan.planned, plan.profile.workspace_bytes)
 
 
 def resident_bands(plan: Plan) -> tuple[tuple[str, str, int], ...]:
-    """Name and colour the resident bytes, as far as they were counted apart; the parts add up to all of them."""
+    """Return (name, colour, bytes) of each part of the resident bytes that was counted; the parts add up to all."""
     known = [(f"{name}, resident", size_bytes) for name, size_bytes in plan.resident_parts if size_bytes]
     rest = plan.resident_bytes - sum(size_bytes for _, size_bytes in known)
     if rest < 0 or not known:

@@ -194,9 +194,9 @@ def _read(
 class SolverMeter:
     """Counts the work of solving one program, and ends the solve at a limit of work, independent of the clock.
 
-    HiGHS calls back at each node and between rounds of cuts, and asks whether to go on. The answer depends on the
-    simplex iterations so far; the work of an iteration depends on the size of the program. A linear program gets a limit
-    of iterations. So a solve ends at the same iteration on each machine, loaded or idle. It can't end between two
+    HiGHS asks by a callback, at each node and between rounds of cuts, whether to go on. The answer depends on the
+    simplex iterations so far; the work of an iteration depends on the size of the program. A linear program gets a
+    limit of iterations. So a solve ends at the same iteration on each machine, loaded or idle. It can't end between two
     callbacks, for example in the first relaxation of an integer program.
 
     CBC, and a HiGHS without callbacks, get a limit of nodes, which is also the same on each machine, but coarse.
