@@ -32,10 +32,10 @@ _TORCHS_OWN = ("aten", "prims", "prim")
 _KERNELS_OF_USERS = "hiremate::"  # operators that run kernels of users: their Python code reads no variables
 
 
-def _loop_twice(condition: Callable[..., Any], body: Callable[..., Any], carried: Any, others: Any, *_: Any) -> Any:
-    condition(*carried, *others)
-    carried = body(*carried, *others)
-    return body(*carried, *others)  # while the results of the first round exist
+def _loop_twice(condition: Callable[..., Any], body: Callable[..., Any], carried: Any, constant: Any, *_: Any) -> Any:
+    condition(*carried, *constant)
+    carried = body(*carried, *constant)
+    return body(*carried, *constant)  # while the results of the first round exist
 
 
 _PUTTING = {"aten.index_put.default", "aten.index_put_.default", "aten._unsafe_index_put.default"}
@@ -271,11 +271,11 @@ def _is_steady(captured: Captured, index: int) -> bool:
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    ones, others = (tensor_state.leaves(values) for values in (first, second))
+    first_values, second_values = (tensor_state.leaves(values) for values in (first, second))
 
     def is_equal(one: Any, other: Any) -> bool:
         if isinstance(one, torch.Tensor):
             return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN equals NaN
         return bool(one == other)
 
-    return len(ones) == len(others) and all(map(is_equal, ones, others))
+    return len(first_values) == len(second_values) and all(map(is_equal, first_values, second_values))

@@ -361,7 +361,7 @@ def _spans_of(intervals: Sequence[Interval]) -> list[Interval]:
 
 def _without_others(spans: Sequence[Interval]) -> list[Interval]:
     """Return the spans as they would be if backwards of earlier steps' forwards neither took nor freed memory."""
-    own, shift_bytes, other_bytes = list[Interval](), 0, None
+    shifted, shift_bytes, other_bytes = list[Interval](), 0, None
     for span in spans:
         if span.label == OTHER and other_bytes is None:
             other_bytes = span.start_bytes
@@ -369,8 +369,8 @@ def _without_others(spans: Sequence[Interval]) -> list[Interval]:
             shift_bytes, other_bytes = shift_bytes + other_bytes - span.start_bytes, None
         if other_bytes is not None:
             span = replace(span, start_bytes=other_bytes, peak_bytes=other_bytes)
-        own.append(_raised(span, shift_bytes))
-    return own
+        shifted.append(_raised(span, shift_bytes))
+    return shifted
 
 
 def _raised(span: Interval, by_bytes: int) -> Interval:

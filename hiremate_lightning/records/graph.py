@@ -189,13 +189,13 @@ class Graph:
         if self.code == other.code and self.held == other.held:
             return None
         nodes, tensors, *_ = zip(self._described(), other._described(), strict=True)
-        for index, (own, others) in enumerate(zip(*nodes, strict=False)):
-            if own != others:
+        for index, (described, other_described) in enumerate(zip(*nodes, strict=False)):
+            if described != other_described:
                 node, there = self.nodes[index], other.nodes[index]
                 where = f" in module {node.module!r}" if node.module else ""
                 return f"node {node.name} ({node.op}){where} is {there.name} ({there.op}) there"
-        for index, (own, others) in enumerate(zip(*tensors, strict=False)):
-            if own != others:
+        for index, (described, other_described) in enumerate(zip(*tensors, strict=False)):
+            if described != other_described:
                 return f"tensor {self.tensors[index].name} is another one there, {other.tensors[index].name}"
         counts = f"{len(self.nodes)} and {len(other.nodes)} nodes, {len(self.tensors)} and {len(other.tensors)}"
         return f"they have {counts} tensors, or run them in another order"

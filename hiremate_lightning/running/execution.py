@@ -137,8 +137,8 @@ class Part:
         conductor.backward_starts(saved.run, tangents, saved.leaves, keep)
         totals = self._gradients_to_add_to(saved.leaves)
         shared = shared_leaves(saved)
-        sums = {position: own.total for position, own in sorted(shared.items()) if own.total is not None}
-        uncast = frozenset(position for position, own in shared.items() if own.is_of_casts and own.awaited > 1)
+        sums = {position: leaf.total for position, leaf in sorted(shared.items()) if leaf.total is not None}
+        uncast = frozenset(position for position, leaf in shared.items() if leaf.is_of_casts and leaf.awaited > 1)
         missing = missing_gradients(tangents)
         (self.tried_without if self.trial else self.ran_without).add(missing)
         changes = Changes(missing, frozenset(totals), frozenset(sums), uncast)
@@ -275,8 +275,8 @@ class Saved:
             values[i] if output is None else outputs[output].detach() for i, output in program.saved.watched
         ]
         self.versions = tensor_state.versions_of(self.watched)
-        given = [None if output is not None else values[i] for i, output in program.saved.watched]
-        self.storages = tensor_state.storages_of(given)  # held, so that no new storage gets the same identity
+        unreturned = [None if output is not None else values[i] for i, output in program.saved.watched]
+        self.storages = tensor_state.storages_of(unreturned)  # held, so that no new storage gets the same identity
         self.copies = {i: values[i].clone() for i in program.saved.borrowed} if program.protects else {}
 
     @property
