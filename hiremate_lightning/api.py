@@ -106,21 +106,21 @@ def hiremate(
     # `locals()` holds only the arguments here.
     options = make_options(**{name: value for name, value in locals().items() if name in OPTIONS})
     root = inside_wrappers(model)
-    known = None
+    targets = None
     if isinstance(root, nn.Module):
         give_way(root)
-        known = targets_of(root)
-    if known is not None and any(root is module for module in known.root.modules()):
-        refuse_changes(known.session.options, options)
-        known.candidates.refuse_others(root, target)
-        known.session.set_budget(options.budget)
+        targets = targets_of(root)
+    if targets is not None and any(root is module for module in targets.root.modules()):
+        refuse_changes(targets.session.options, options)
+        targets.candidates.refuse_others(root, target)
+        targets.session.set_budget(options.budget)
         if optimizer is not None:
-            known.session.watch_optimizer(optimizer)
+            targets.session.watch_optimizer(optimizer)
         if verbose is not True:  # the default changes nothing
-            known.session.reporter.verbose = verbose
+            targets.session.reporter.verbose = verbose
         return model
     refuse(model)  # the wrapper too: Fabric compiles the model there
-    if known is not None:
+    if targets is not None:
         raise ConfigurationError(
             f"Can't plan {type(root).__name__}: a part of it is planned already. Call remove_hiremate(model) first."
         )
@@ -157,9 +157,9 @@ def remove_hiremate(model: Planned) -> Planned:
     Raises:
         ConfigurationError: If it is no module, and was not compiled.
     """
-    known, session = _found(model, "remove_hiremate")
-    if known is not None:
-        known.detach()
+    targets, session = _found(model, "remove_hiremate")
+    if targets is not None:
+        targets.detach()
     elif session is not None:
         compiled.remove(session)
     return model
@@ -182,8 +182,8 @@ def get_plan(model: nn.Module | Callable[..., Any]) -> Plan | None:
 def _found(model: Any, function: str) -> tuple[Targets | None, Session | None]:
     """Return the targets that plan a model, None if it was compiled, and the session of its plan, None for none."""
     inside = compiled_by_torch.original(model)
-    if isinstance(inside, nn.Module) and (known := targets_of(inside)) is not None:
-        return known, known.session
+    if isinstance(inside, nn.Module) and (targets := targets_of(inside)) is not None:
+        return targets, targets.session
     session = compiled.session_of(inside)
     if session is None and inside is model and not isinstance(model, nn.Module):
         raise ConfigurationError(f"{function} takes the model that hiremate() planned, found {_named(model)}.")

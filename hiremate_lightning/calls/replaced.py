@@ -153,9 +153,9 @@ def _places(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def _calls_of(graph: Graph, paths: Sequence[str]) -> list[list[int]]:
     """List the forward nodes of each module's call; a captured graph has only the ends of module paths."""
-    known = [path.split(".") if path else [] for path in paths]
+    split_paths = [path.split(".") if path else [] for path in paths]
     # A number alone names no module.
-    ends = {".".join(parts[n:]) for parts in known for n, first in enumerate(parts) if not first.isdigit()}
+    ends = {".".join(parts[n:]) for parts in split_paths for n, first in enumerate(parts) if not first.isdigit()}
     calls = dict[str, list[int]]()
     for index in graph.forward:
         parts = graph.nodes[index].module.split(".")

@@ -27,7 +27,7 @@ NOT_AGAIN = "other gradients came than were proved, and that code has not run ag
 
 
 class Verdict(Enum):
-    """The result of comparing captured code with the same code as it was written."""
+    """The result of comparing captured code with the same code in eager PyTorch."""
 
     UNKNOWN = "they were not compared yet"
     PROVED = "both give the same bits"
@@ -174,13 +174,13 @@ class Proof:
         if self.part is None or len(self.part.captured.tangents) < 2:
             self.end()
 
-    def follow(self, known: ProofAtSizes) -> None:
+    def follow(self, proved_sizes: ProofAtSizes) -> None:
         """Take the verdicts on the program that made code runs by."""
-        self.forward, self.backward = known.forward, known.backward
-        self.rounded, self.why_unproved = known.rounded, known.why_unproved
+        self.forward, self.backward = proved_sizes.forward, proved_sizes.backward
+        self.rounded, self.why_unproved = proved_sizes.rounded, proved_sizes.why_unproved
 
     def end(self) -> None:
-        """End the proof, and release the code as it was written."""
+        """End the proof, and release the eager code."""
         self.written = None
 
 
@@ -267,7 +267,7 @@ def proof_memory(
 ) -> ProofMemory:
     """Predict the bytes that the runs of a proof allocate, and the bytes that are free for them."""
     graph, step = in_blocks(captured.graph, captured.device), alone(captured.graph, profile, captured.device)
-    own = simulate(graph, profile, program.schedule)
+    simulated = simulate(graph, profile, program.schedule)
     # Activations of 0 bytes, and gradients that are dropped as they come.
     storages = (replace(s, size_bytes=0) if s.kind is StorageKind.ACTIVATION else s for s in graph.storages)
     without_activations = replace(graph, storages=tuple(storages), gradients=())
@@ -276,11 +276,11 @@ def proof_memory(
         saved_bytes=_offloaded_bytes(in_eager(graph, profile)[0]),
         beside_bytes=simulate_eager(without_activations, profile).peak_bytes,
         forward_bytes=forward_peak_bytes(graph, profile),
-        own_bytes=own.peak_bytes,
-        own_forward_bytes=max((moment.peak_bytes for moment in own.timeline[: own.turn]), default=0),
+        own_bytes=simulated.peak_bytes,
+        own_forward_bytes=max((moment.peak_bytes for moment in simulated.timeline[: simulated.turn]), default=0),
         changed_bytes=2 * bytes_of(graph, captured.mutated),
         kept_bytes=bytes_of(graph, (*graph.outputs, *graph.gradients)) if captured.device.type == "cpu" else 0,
-        free_bytes=max(free_bytes(step, captured.device), own.peak_bytes),  # the step takes them in any case
+        free_bytes=max(free_bytes(step, captured.device), simulated.peak_bytes),  # the step takes them in any case
     )
 
 

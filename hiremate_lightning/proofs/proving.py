@@ -121,10 +121,10 @@ class Prover:
         Raises:
             SizesDifferError: If it can't be proved, and no other program of the code is.
         """
-        captured, known = part.captured, self._known_of(programs)
-        of_code = () if captured.made_from is None else captured.made_from.programs.values()
-        others = (self._known_of(other) for other in of_code if other is not None)
-        is_proved_by_another = any(other.holds_at(captured.sizes) for other in others)
+        captured, proved_sizes = part.captured, self._known_of(programs)
+        programs_of_code = () if captured.made_from is None else captured.made_from.programs.values()
+        proofs_of_code = (self._known_of(other) for other in programs_of_code if other is not None)
+        is_proved_by_another = any(other.holds_at(captured.sizes) for other in proofs_of_code)
         written, proof.forward, proof.backward = proof.written, Verdict.UNKNOWN, Verdict.UNKNOWN
         if backward_pass.is_running():
             proof.why_unproved = INSIDE
@@ -132,16 +132,16 @@ class Prover:
                 return
             raise SizesDifferError("Code can't be proved inside of a backward")
         proof.tried_without = set()
-        if known.encloses(captured.sizes) and not _may_differ_from_itself(part, arguments):
+        if proved_sizes.encloses(captured.sizes) and not _may_differ_from_itself(part, arguments):
             self._prove_smaller(proof, part, programs, program, arguments)
-        if known.holds_at(captured.sizes, part.ran_without):
+        if proved_sizes.holds_at(captured.sizes, part.ran_without):
             return
         self._prove(proof, arguments)
         proof.written, proof.rests = written, False
         if proof.is_known:
-            known.learn(proof, captured.sizes, proof.tried_without)
-        elif known.holds_at(captured.sizes):  # proved with other missing gradients; no memory to prove these
-            known.learn(proof, captured.sizes, part.ran_without)
+            proved_sizes.learn(proof, captured.sizes, proof.tried_without)
+        elif proved_sizes.holds_at(captured.sizes):  # proved with other missing gradients; no memory to prove these
+            proved_sizes.learn(proof, captured.sizes, part.ran_without)
         elif proof.forward is Verdict.UNKNOWN or not is_proved_by_another:
             raise SizesDifferError("Programs of sizes that were not traced could not be proved")
 
@@ -149,11 +149,11 @@ class Prover:
         self, proof: Proof, part: Part, programs: ProgramAtSizes, program: Program, arguments: Sequence[Any]
     ) -> None:
         """Prove the code made for smaller sizes, on a slice of each argument; without success the proof stays open."""
-        smaller, some = (None if proof.smaller is None else proof.smaller(arguments)) or (None, ())
+        smaller, sliced_arguments = (None if proof.smaller is None else proof.smaller(arguments)) or (None, ())
         if smaller is None or smaller.part is None:
             return
         sizes, smaller.part.ran_without = smaller.part.captured.sizes, part.ran_without
-        self._prove(smaller, some, replace(programs.at(sizes), protects=program.protects))
+        self._prove(smaller, sliced_arguments, replace(programs.at(sizes), protects=program.protects))
         if smaller.is_known:
             self._known_of(programs).learn(smaller, sizes, smaller.tried_without)
 
@@ -170,9 +170,9 @@ class Prover:
         if any(is_collective(str(node.target)) for node in nodes):
             self._leave_unproved(proof, "other processes would wait for what it sends once more")
             return
-        made_of_others = next(filter(tensor_state.has_parts, arguments), None)
-        if made_of_others is not None:
-            self._leave_unproved(proof, f"it gets a {type(made_of_others).__name__}, a tensor that is made of others")
+        composite = next(filter(tensor_state.has_parts, arguments), None)
+        if composite is not None:
+            self._leave_unproved(proof, f"it gets a {type(composite).__name__}, a tensor that is made of others")
             return
         proof.begin()
         self._model.tracing.close()
@@ -260,7 +260,7 @@ class Prover:
         if of_values or of_gradients:  # two eager runs may differ too
             _, again = run_written(replace(trial, with_gradients=is_plain))
             of_values, of_gradients = differences(expected, outcome, half, again, device=device)
-            if expected.has_fills and not all(known.is_rounding for known in (*of_values, *of_gradients)):
+            if expected.has_fills and not all(difference.is_rounding for difference in (*of_values, *of_gradients)):
                 _, refilled = run_written(replace(trial, with_gradients=is_plain, fill=0))
                 of_values, of_gradients = differences(expected, outcome, half, again, refilled, device)
         self._judge(proof, of_values, of_gradients, trial.with_gradients)

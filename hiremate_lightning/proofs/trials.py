@@ -112,28 +112,28 @@ class Trial:
 
     def _gradients(self, leaves: dict[int, torch.Tensor], ends: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Compute gradients of the leaves, by a backward from `_ends` of the results."""
-        own = {  # without inputs that the code has changed in place, which are leaves no more
+        leaf_of = {  # without inputs that the code has changed in place, which are leaves no more
             f"the gradient of {self.names[i]}": leaf
             for i, leaf in leaves.items()
             if leaf.requires_grad and leaf.is_leaf
         }
-        gradients: dict[str, Any] = dict.fromkeys(own)
+        gradients: dict[str, Any] = dict.fromkeys(leaf_of)
 
         def keep(name: str, leaf: torch.Tensor) -> None:
             """Keep a gradient as it comes: it takes no memory while the backward goes on."""
             gradient, leaf.grad = leaf.grad, None
             gradients[name] = self._kept(gradient, ())
 
-        for name, leaf in own.items():
+        for name, leaf in leaf_of.items():
             leaf.register_post_accumulate_grad_hook(partial(keep, name))
-        device_types = sorted({leaf.device.type for leaf in own.values()})
+        device_types = sorted({leaf.device.type for leaf in leaf_of.values()})
         active = [kind for kind in device_types if torch.is_autocast_enabled(kind)]
         # Training leaves autocast before it calls the backward.
         with torch.autocast(active[0], enabled=False) if active else nullcontext():
-            if ends and own:
-                torch.autograd.backward(ends, inputs=list(own.values()))
+            if ends and leaf_of:
+                torch.autograd.backward(ends, inputs=list(leaf_of.values()))
         # Autograd's threads drop the tensors of a backward before they take up the next one.
-        for device in {leaf.device for leaf in own.values()}:
+        for device in {leaf.device for leaf in leaf_of.values()}:
             nothing = torch.empty(0, device=device, requires_grad=True)
             torch.autograd.grad(nothing * 1, nothing, torch.empty(0, device=device))
         return gradients
@@ -152,8 +152,8 @@ class Trial:
 
 def _ends(results: Sequence[Any]) -> list[torch.Tensor]:
     """Return scalars at which a backward begins, one for each result with a `grad_fn`; the results may be freed."""
-    own = (r for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None)
-    return [_End.apply(result) for result in own]  # type: ignore[no-untyped-call]
+    computed = (r for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None)
+    return [_End.apply(result) for result in computed]  # type: ignore[no-untyped-call]
 
 
 class _End(torch.autograd.Function):

@@ -112,7 +112,7 @@ class CurrentStep:
         return sum(forward.left_bytes for forward in self.forwards)
 
     def plans_changed(self) -> None:
-        """Note that plans were made again: `is_replanned` if a forward has run; drop decisions taken over."""
+        """Set `is_replanned` if a forward has run, since plans were made again; drop decisions taken over."""
         self.is_replanned = self.is_replanned or bool(self.forwards)
         self.followed = None
 

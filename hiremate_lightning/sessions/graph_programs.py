@@ -95,12 +95,12 @@ class GraphPrograms:
             return taken_over
         signature, program = planned if mode is Mode.PLANNED else (None, None)
         if program is None:
-            waits = signature is not None and any(own is part for own, _ in signature.recorded.unfinished)
+            waits = signature is not None and any(waiting is part for waiting, _ in signature.recorded.unfinished)
             program = self._maker.waiting.program(part) if waits else self._find_least(step, part)
         return Forward(part.number, part.captured, profile, program, mode, signature)
 
     def step_ended(self, step: CurrentStep) -> None:
-        """Note the sizes of all calls of a captured step, to foresee them from the first call of later steps."""
+        """Store the sizes of all calls of a captured step, to foresee them from the first call of later steps."""
         if step.alike:
             places = step.alike[0].recorded.places
             if all(place < len(step.forwards) for place in places):  # not if it was a piece of an iteration
@@ -219,8 +219,8 @@ class GraphPrograms:
         begun = [step.forwards[place] for place in alike[0].places[:call]]
         resident = step.resident_in(self._model.memory)
         calls = [*((forward.captured, forward.profile) for forward in begun), (captured, profile)]
-        code = step.alike[0].of_code
-        to_come = code.sizes_of_calls.foresee([captured for captured, _ in calls])
+        first_of_code = step.alike[0].of_code
+        to_come = first_of_code.sizes_of_calls.foresee([captured for captured, _ in calls])
         foreseen = foresee(alike, [*calls, *to_come], resident)
         if foreseen is None:
             return None
@@ -235,12 +235,12 @@ class GraphPrograms:
 
         def fastest() -> Decisions | None:
             plans = (signature.own_plan.solution.recompute for signature in step.alike)
-            candidates = dict.fromkeys([keep_all(whole.graph), *plans, *code.ladder.decisions])
+            candidates = dict.fromkeys([keep_all(whole.graph), *plans, *first_of_code.ladder.decisions])
             return fastest_that_fits(whole, room, [_going_on(whole, before, d) for d in candidates])
 
         decisions = fastest()
         if decisions is None and is_made:
-            self._find_for_all_sizes(code.ladder, whole, room)
+            self._find_for_all_sizes(first_of_code.ladder, whole, room)
             decisions = fastest()
             step.fits_nothing = decisions is None
         return None if decisions is None else Followed(foreseen, whole.split(decisions))

@@ -56,7 +56,7 @@ class LargestSizes:
     def called(
         self, function: Callable[..., Any] | None, arguments: Arguments, tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Note the sizes of a planned call and choose what they become in the largest step.
+        """Store the sizes of a planned call, and choose what they become in the largest step.
 
         Args:
             function: The function whose signature names the arguments; None if there is none.
@@ -79,7 +79,7 @@ class LargestSizes:
             self._choose()
 
     def _set_end(self, named: NamedSize) -> None:
-        """Note the largest value of a named size; warn if the size is outside of the named range."""
+        """Store the largest value of a named size; warn if the size is outside of the named range."""
         shape = self._shapes[named.argument]
         if not -len(shape) <= named.dimension < len(shape):
             raise ConfigurationError(
@@ -123,7 +123,7 @@ class LargestSizes:
     # ---------------------------------------------------------------- captured graphs
 
     def took(self, part: Part) -> None:
-        """Note for a new part what its sizes become in the largest step."""
+        """Store for a new part what its sizes become in the largest step."""
         self._taken[part] = self.becomes
 
     def trace_ahead(self, run: Any, sizes: Sizes, trace: Callable[[Sizes], Any]) -> None:
@@ -171,8 +171,8 @@ class LargestSizes:
         """Whether any input of a part, weights left out, has a size that becomes larger."""
         graph, becomes = part.captured.graph, self._taken[part]
         inputs = [graph.tensors[t] for t in graph.inputs]
-        others = (t for t in inputs if t.storage is None or graph.storages[t.storage].kind is not StorageKind.PARAMETER)
-        return any(size in becomes for tensor in others for size in tensor.shape)
+        data = (t for t in inputs if t.storage is None or graph.storages[t.storage].kind is not StorageKind.PARAMETER)
+        return any(size in becomes for tensor in data for size in tensor.shape)
 
     def _at_largest(
         self, recorded: RecordedStep, larger: Mapping[Part, Part], resident: Resident
@@ -239,6 +239,6 @@ def _by_name(
             items: dict[str, Any] = attempt(partial(dict, value), {}, f"the items of {type(value).__name__}")
             named = {**items, **named}
     by_name = {str(name): value for name, value in named.items() if isinstance(value, torch.Tensor)}
-    known = {id(tensor) for tensor in by_name.values()}
-    others = [tensor for tensor in tensors if id(tensor) not in known]
-    return by_name | {f"argument {number}": tensor for number, tensor in enumerate(others, start=1)}
+    named_ids = {id(tensor) for tensor in by_name.values()}
+    unnamed = [tensor for tensor in tensors if id(tensor) not in named_ids]
+    return by_name | {f"argument {number}": tensor for number, tensor in enumerate(unnamed, start=1)}

@@ -102,8 +102,8 @@ class Offloading:
     def build(self, step: Step, calls: Sequence[Captured], solution: Solution) -> Iterator[Program]:
         """Yield the program of each call of a step by a solution, with the offloads of the solution."""
         offloads = split_offloads(step, solution.recompute, solution.offloads)
-        for captured, rows, own in zip(calls, step.split(solution.recompute), offloads, strict=True):
-            schedule = with_offloads(captured.graph, lower(captured.graph, rows), own)
+        for captured, rows, offloaded in zip(calls, step.split(solution.recompute), offloads, strict=True):
+            schedule = with_offloads(captured.graph, lower(captured.graph, rows), offloaded)
             yield program_of(captured, schedule, self.memory)
 
     # ---------------------------------------------------------------- what autograd saves without a plan
@@ -122,8 +122,8 @@ class Offloading:
     @contextmanager
     def saving(self, arguments: Any) -> Iterator[None]:
         """Offload the saved tensors of a call, but not its arguments, parameters and buffers."""
-        own = (*tensors_inside(arguments), *self._root.parameters(), *self._root.buffers())
-        stay = tensor_state.storages_among(own)
+        kept_tensors = (*tensors_inside(arguments), *self._root.parameters(), *self._root.buffers())
+        stay = tensor_state.storages_among(kept_tensors)
         with hooks.giving_way_to_transforms(), SavedOffload(stay, self.memory, self._are_full, self.files):
             yield
 

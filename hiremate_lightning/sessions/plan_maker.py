@@ -75,8 +75,8 @@ class PlanMaker:
         """Return the largest budget of the other planned step signatures; 0 if the budget is not a share."""
         if self._model.options.budget.share is None:
             return 0
-        others = (other for other in self._history.planned if other is not signature)
-        return max((other.recorded.limits.own_bytes for other in others), default=0)
+        other_signatures = (other for other in self._history.planned if other is not signature)
+        return max((other.recorded.limits.own_bytes for other in other_signatures), default=0)
 
     def _own_budget_bytes(self, step: Step, resident: Resident, signature: StepSignature | None) -> int:
         if self._auto_bytes is None:

@@ -253,8 +253,8 @@ class PlannedSignatures:
             signature.step = None
             return None
         if is_share:  # all step signatures have the same budget, which may have grown
-            others = [other for other in self.history.planned if other not in (*ahead, signature)]
-            short = short or first_short(self.check_plan(other, other.recorded.resident) for other in others)
+            other_signatures = [other for other in self.history.planned if other not in (*ahead, signature)]
+            short = short or first_short(self.check_plan(other, other.recorded.resident) for other in other_signatures)
         if short is None:
             self.warn_of_first_step(signature, record.peak_bytes or 0)
         return short
@@ -350,7 +350,7 @@ class PlannedSignatures:
             self._reports.measured(signature, plan)
         self._reports.notify(plan)
 
-    # ---------------------------------------------------------------- plans are checked, and made anew
+    # ---------------------------------------------------------------- plans are checked, and made again
 
     def check_plan(self, signature: StepSignature, resident: Resident) -> Short | None:
         """Check a plan against the memory that exists before this step; plan again if it no longer fits.
@@ -443,8 +443,8 @@ class PlannedSignatures:
         corrected = replace(step, corrections=step.corrections + 1)
         tries = [replace(corrected, margin_bytes=margin_bytes)]
         if larger is not None:
-            own = replace(larger, corrections=corrected.corrections, keeps_on_device=step.keeps_on_device)
-            tries.insert(0, own)
+            as_it_is_now = replace(larger, corrections=corrected.corrections, keeps_on_device=step.keeps_on_device)
+            tries.insert(0, as_it_is_now)
         if plan.solution.offloads:  # the allocator rounds up less without offloads
             tries.append(replace(corrected, margin_bytes=0, keeps_on_device=True))
         for one in tries:
@@ -470,7 +470,7 @@ class PlannedSignatures:
             )
 
     def confused(self, expected: StepSignature, signature: StepSignature, is_by_plans: bool) -> None:
-        """Note that a step began as one signature and turned out to be another; warn unless its plans fitted it."""
+        """Record that a step of one signature was expected to have another; warn unless its plans fitted it."""
         self.history.confuse(expected)
         plans = (expected.plan, signature.plan)
         plan = max((p for p in plans if p is not None), key=lambda plan: plan.unplanned_peak_bytes)

@@ -63,7 +63,7 @@ class StepWatch:
             self._between.begin()
 
     def backward_starts(self) -> None:
-        """Note that a captured backward starts."""
+        """Mark the start of a captured backward in the watch on the device's peak."""
         self._device_peak.backward_starts()
 
     def failed(self) -> None:
@@ -72,18 +72,18 @@ class StepWatch:
         self._device_peak.take()
 
     def ended(self, step: CurrentStep, signature: StepSignature) -> None:
-        """Note of a captured step that has ended whether it took more outside of its plan than measured steps."""
-        allocated_bytes, peak_bytes, own = self._between.take(), self._device_peak.take(), signature.watched
+        """Store in its signature whether a captured step took more outside of its plan than measured steps."""
+        allocated_bytes, peak_bytes, watched = self._between.take(), self._device_peak.take(), signature.watched
         if step.record is not None:
             if step.record.is_measured and step.record.is_whole:
-                own.allocated_bytes = max(own.allocated_bytes or 0, step.record.allocated_bytes)
+                watched.allocated_bytes = max(watched.allocated_bytes or 0, step.record.allocated_bytes)
             return
-        if signature.plan is None or signature is not step.expected or own.allocated_bytes is None:
+        if signature.plan is None or signature is not step.expected or watched.allocated_bytes is None:
             return
         guard = guard_bytes(signature.plan.budget_bytes)
-        if allocated_bytes is not None and allocated_bytes > own.allocated_bytes + guard:
-            own.allocated_bytes, own.has_grown = allocated_bytes, True
-        own.has_grown = own.has_grown or peak_bytes > max(
+        if allocated_bytes is not None and allocated_bytes > watched.allocated_bytes + guard:
+            watched.allocated_bytes, watched.has_grown = allocated_bytes, True
+        watched.has_grown = watched.has_grown or peak_bytes > max(
             signature.plan.budget_bytes, signature.plan.measured.peak_bytes or 0
         )
 

@@ -80,11 +80,11 @@ class Steps(Conductor):
         return (self.current or CurrentStep()).resident_in(self._memory)
 
     def was_passed_by(self) -> None:
-        """Note that a step ran without its plan: the next step can't see that gradients of this one are freed."""
+        """Mark that a step ran without its plan: the next step can't see that gradients of this one are freed."""
         self._is_passed_by = True
 
     def ran_unseen(self) -> None:
-        """Note that a call ran unobserved: end the step if it is over; else nothing is learned from it."""
+        """End the step under way if it is over, since a call ran unobserved; else mark the step as unobserved."""
         self.was_passed_by()
         if self.current is not None and self.current.is_over and not backward_pass.is_running():
             self.end()
@@ -253,7 +253,7 @@ class Steps(Conductor):
         """Return a name for a tensor that begins a sentence: of a parameter or buffer its path, else its shape."""
         root = self._model.root
         named = (("Parameter", root.named_parameters()), ("Buffer", root.named_buffers()))
-        names = (f"{kind} {name!r}" for kind, own in named for name, value in own if value is tensor)
+        names = (f"{kind} {name!r}" for kind, tensors in named for name, value in tensors if value is tensor)
         return next(names, super().name_of(tensor))
 
     def ran_out(self, error: torch.OutOfMemoryError) -> None:

@@ -159,16 +159,16 @@ class EagerPredictions:
 
     def learn(self, signature: StepSignature) -> None:
         """Predict also from the step of a planned signature; replace an older record of it."""
-        known = self._learned.get(signature)
+        earlier = self._learned.get(signature)
         step = CapturedStep(signature.calls or (), signature.of_code, signature.recorded)
-        if known is None or not step.takes_as(known):
+        if earlier is None or not step.takes_as(earlier):
             self._learned[signature] = step
             self._forget_predictions()
 
     def learn_foreseen(self, step: CapturedStep) -> None:
         """Predict also from a captured step without its own plan, if its code has few such steps or smaller ones."""
-        known = [other.total_bytes for other in self._foreseen if other.code == step.code]
-        if len(known) < SAMPLES or step.total_bytes > max(known):
+        known_bytes = [other.total_bytes for other in self._foreseen if other.code == step.code]
+        if len(known_bytes) < SAMPLES or step.total_bytes > max(known_bytes):
             self._foreseen.append(step)
             self._forget_predictions()
 
@@ -233,7 +233,7 @@ class EagerPredictions:
         for step in (*self._learned.values(), *self._foreseen):
             begun = step.calls[:count]
             if _form(begun) == form and all(
-                known or not size for known, size in zip(_sizes(begun), sizes, strict=True)
+                known_size or not size for known_size, size in zip(_sizes(begun), sizes, strict=True)
             ):
                 steps_of.setdefault(step.code, []).append(step)
         first = self._learned[likely].code if likely in self._learned else likely

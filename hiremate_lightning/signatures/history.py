@@ -131,7 +131,7 @@ class History:
         self._order.note(signature, start)
 
     def confuse(self, expected: StepSignature) -> None:
-        """Note that a step expected to have a signature had another: all with the same first graph may be confused."""
+        """Remember the first graph of a signature that was mistaken for another: all that begin so may be confused."""
         self._confusing.add(expected.graphs[:1])
 
     # ---------------------------------------------------------------- which signature a step is of

@@ -39,7 +39,7 @@ class Shortage:
         self._batch_bytes = 0  # bytes of the largest batch
 
     def begin_step(self, resident: Resident, memory: ResidentMemory) -> None:
-        """Note optimizer state, stale gradients and batch before a step, and count the step if training is held."""
+        """Compare optimizer state, stale gradients and batch with earlier steps; count the step if training is held."""
         steps, state_bytes = self._updated
         if memory.optimizer_steps > steps:
             has_appeared = not state_bytes and memory.has_state_of_each
@@ -53,7 +53,7 @@ class Shortage:
         self._waits = bool(memory.optimizers) and not self._has_settled
 
     def hold(self, short: Short) -> None:
-        """Let training go on, though a step does not fit."""
+        """Set `is_held`, so that training goes on though a step does not fit."""
         self.is_held = True
         self.less_bytes = max(self.less_bytes, short.need.less_bytes)
 

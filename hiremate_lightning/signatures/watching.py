@@ -95,10 +95,10 @@ class WatchPolicy:
         is_new = size_bytes > self._largest_bytes or foreseen in self._missed
         reason = Reason.PLAN if likely is None or is_new else _reason(likely, is_piece, is_free)
         signature = foreseen if reason is Reason.PLAN else likely
-        own = self._without_plans if signature is None else signature.watched
+        watched = self._without_plans if signature is None else signature.watched
         is_any_left = reason is not Reason.PLAN or TO_PLAN.is_due(self._looks_to_plan, self._count)
-        if reason is not None and is_any_left and SCHEDULES[reason].is_due(own.looks[reason], own.steps):
-            own.looks[reason] += 1
+        if reason is not None and is_any_left and SCHEDULES[reason].is_due(watched.looks[reason], watched.steps):
+            watched.looks[reason] += 1
             self._looks_to_plan += reason is Reason.PLAN
             is_measured = reason is not Reason.TIME
         else:
@@ -134,20 +134,20 @@ class WatchPolicy:
         self._missed[signature] = None
 
     def found(self, signature: StepSignature) -> None:
-        """Note that a step of a signature without a plan was measured."""
+        """Remove a signature from those whose next step is to be measured: a step of it was."""
         self._missed.pop(signature, None)
 
 
 def _reason(signature: StepSignature, is_piece: bool, is_free: bool) -> Reason | None:
     """Return why to watch a step that likely has a planned signature; None for no reason."""
-    measured, own = signature.own_plan.measured, signature.watched
-    if measured.peak_bytes is None or (is_free and own.higher >= OFTEN and _is_higher(signature)):
+    measured, watched = signature.own_plan.measured, signature.watched
+    if measured.peak_bytes is None or (is_free and watched.higher >= OFTEN and _is_higher(signature)):
         return Reason.PEAK
     if is_piece and is_free:
         return Reason.ITERATION
     if measured.step_ms is None:
         return Reason.TIME
-    if own.has_grown and is_free:
+    if watched.has_grown and is_free:
         return Reason.GROWN
     return Reason.AGAIN if is_free and signature.recorded.outside_bytes > GUARD_BYTES else None
 

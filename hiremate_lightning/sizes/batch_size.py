@@ -130,8 +130,8 @@ def find_max_batch_size(
         max_trials=max_trials,
     )
     root = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    known = targets_of(root) if isinstance(root, nn.Module) else None
-    default = Budget() if known is None else known.session.options.budget
+    targets = targets_of(root) if isinstance(root, nn.Module) else None
+    default = Budget() if targets is None else targets.session.options.budget
     chosen = default if budget is None else parse_budget(budget)
     asked = make_options(chosen, time_limit_s=time_limit_s, solver=solver, verbose=verbose)
 
@@ -142,9 +142,9 @@ def find_max_batch_size(
         trial.step_ends(batch)
 
     with ExitStack() as stack:
-        if known is not None:
-            known.detach()
-            stack.callback(known.attach)
+        if targets is not None:
+            targets.detach()
+            stack.callback(targets.attach)
         refuse(root)
         state = TrainingState(root, [optimizer] if optimizer is not None else [], stateful)
         stack.callback(state.restore)

@@ -57,9 +57,9 @@ class Candidates:
 
     def has_others_than(self, module: nn.Module) -> bool:
         """Whether other modules with weights, outside of this one, may still be called and planned."""
-        others = [m for m in self.by_path().values() if m is not module and m is not self._root]
+        other_modules = [m for m in self.by_path().values() if m is not module and m is not self._root]
         inner = set(map(id, module.modules()))
-        return any(has_weights(m) and id(m) not in inner for m in others)
+        return any(has_weights(m) and id(m) not in inner for m in other_modules)
 
 
 def has_weights(module: nn.Module, besides: Collection[int] = ()) -> bool:

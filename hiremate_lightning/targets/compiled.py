@@ -103,9 +103,9 @@ def begin(session: Session) -> None:
 def session_of(code: Any) -> Session | None:
     """Return the session of a compiled function or module, or of a module with any of its parameters; None for none."""
     code = compiled_by_torch.original(code)
-    own = {id(p) for p in code.parameters()} if isinstance(code, nn.Module) else set()
+    parameter_ids = {id(p) for p in code.parameters()} if isinstance(code, nn.Module) else set()
     for session, model in sessions():
-        is_its = model.has_any([code]) or any(id(p) in own for p in model.parameters())
+        is_its = model.has_any([code]) or any(id(p) in parameter_ids for p in model.parameters())
         if is_its and not model.is_removed:
             return session
     return None

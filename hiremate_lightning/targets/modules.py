@@ -160,8 +160,8 @@ class Targets:
         self._thread = threading.get_ident()
         if backward_pass.is_running():
             return None
-        others = list(_attached) if self._partner is None and len(_attached) > 1 else []
-        if beside := [other for other in others if other._is_beside(self)]:
+        attached = list(_attached) if self._partner is None and len(_attached) > 1 else []
+        if beside := [other for other in attached if other._is_beside(self)]:
             self._partner = min(beside, key=lambda other: other.number)
             self._partner._partner = self
         other = self._partner
@@ -455,10 +455,10 @@ class Targets:
 
 def planned_module_with(parameters: Sequence[torch.Tensor]) -> nn.Module | None:
     """Return a module whose calls are planned and which has any of the parameters; None for none."""
-    own = {id(p) for p in parameters}
+    parameter_ids = {id(p) for p in parameters}
     for planned in list(_attached):
         for module in planned.root.modules():
-            if isinstance(hooks.get_call(module), Slot) and any(id(p) in own for p in module.parameters()):
+            if isinstance(hooks.get_call(module), Slot) and any(id(p) in parameter_ids for p in module.parameters()):
                 return module
     return None
 
@@ -470,17 +470,17 @@ def is_inside_planned() -> bool:
 
 def give_way(root: nn.Module) -> None:
     """Stop planning models that were planned automatically, in or around a model that a user plans now."""
-    own = set(root.modules())
+    modules = set(root.modules())
     for planned in list(_attached):
-        if planned.gives_way is not None and not own.isdisjoint(planned.root.modules()):
+        if planned.gives_way is not None and not modules.isdisjoint(planned.root.modules()):
             planned.detach()
             planned.gives_way()
 
 
 def targets_of(module: nn.Module) -> Targets | None:
     """Return the targets that plan calls of a module, or of a module in it or around it; None for none."""
-    own = list(module.modules())
-    slots = (hooks.get_call(inner) for inner in own)
+    modules = list(module.modules())
+    slots = (hooks.get_call(inner) for inner in modules)
     callers = [slot.targets for slot in slots if isinstance(slot, Slot)]
-    callers += [planned for planned in list(_attached) if not planned.inner.isdisjoint(own)]
+    callers += [planned for planned in list(_attached) if not planned.inner.isdisjoint(modules)]
     return next((caller for caller in callers if isinstance(caller, Targets)), None)

@@ -45,8 +45,8 @@ def listen_to_optimizers(session: Session) -> Any:
 
 
 def _has_gradients_of(root: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    own = {id(p) for p in root.parameters() if p.grad is not None}
-    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+    ids_with_gradient = {id(p) for p in root.parameters() if p.grad is not None}
+    return any(id(p) in ids_with_gradient for group in optimizer.param_groups for p in group["params"])
 
 
 @contextmanager

@@ -83,7 +83,7 @@ class StepTarget:
     @contextmanager
     def _log_untraced(self) -> Iterator[None]:
         names = [name for name in ("log", "log_dict") if hasattr(self.root, name)]
-        own = {name: self.root.__dict__[name] for name in names if name in self.root.__dict__}
+        replaced = {name: self.root.__dict__[name] for name in names if name in self.root.__dict__}
         for name in names:
             self.root.__dict__[name] = torch.compiler.disable(getattr(self.root, name))
         try:
@@ -91,7 +91,7 @@ class StepTarget:
         finally:
             for name in names:
                 del self.root.__dict__[name]
-            self.root.__dict__.update(own)
+            self.root.__dict__.update(replaced)
 
 
 def plans_step_of(module: nn.Module) -> bool:
