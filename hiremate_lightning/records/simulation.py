@@ -395,12 +395,12 @@ def blocks(graph: Graph, schedule: Schedule) -> list[tuple[int, int, int]]:
 
 def simulate_eager(graph: Graph, profile: Profile) -> Simulation:
     """Simulate a step as eager PyTorch runs it."""
-    plain, costs = in_eager(graph, profile)
-    return simulate(plain, costs, lower(plain, eager_decisions(plain)))
+    eager, costs = in_eager(graph, profile)
+    return simulate(eager, costs, lower(eager, eager_decisions(eager)))
 
 
 def forward_peak_bytes(graph: Graph, profile: Profile) -> int:
     """Return the peak of eager PyTorch's forward without gradients: each value is freed after its last use."""
-    plain, costs = in_eager(graph, profile)
-    alone = replace(plain, backward=(), tangents=(), gradients=())
+    eager, costs = in_eager(graph, profile)
+    alone = replace(eager, backward=(), tangents=(), gradients=())
     return simulate(alone, costs, lower(alone, keep_all(alone))).peak_bytes

@@ -169,8 +169,8 @@ class Step:
     def plain_bytes(self) -> int:
         """The peak of eager PyTorch, in bytes above resident ones."""
         graph, profile = in_eager(self.graph, self.profile)
-        plain = self.replays.get_or(None, lambda: allocations(graph, lower(graph, eager_decisions(graph))))
-        return plain.peak_bytes(np.array(graph.sizes, np.int64), np.array(profile.workspace_bytes, np.int64))
+        eager = self.replays.get_or(None, lambda: allocations(graph, lower(graph, eager_decisions(graph))))
+        return eager.peak_bytes(np.array(graph.sizes, np.int64), np.array(profile.workspace_bytes, np.int64))
 
     @cached_property
     def _bytes(self) -> tuple[np.ndarray, np.ndarray]:
