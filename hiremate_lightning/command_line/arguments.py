@@ -130,25 +130,25 @@ READERS: dict[str, Callable[[str], Any]] = {
 
 def read(asked: argparse.Namespace) -> None:
     """Check all arguments that need no torch; replace lists and counts in `asked` by their parsed values."""
-    given = {name: value for name, value in vars(asked).items() if value is not None}
+    values = {name: value for name, value in vars(asked).items() if value is not None}
     for name, reader in READERS.items():
-        if isinstance(given.get(name), str):
-            setattr(asked, name, reader(given[name]))
+        if isinstance(values.get(name), str):
+            setattr(asked, name, reader(values[name]))
     for name in ABOVE_ZERO:
-        if name in given and not given[name] > 0:
-            raise ConfigurationError(f"--{name.replace('_', '-')} must be above 0, found {given[name]}")
+        if name in values and not values[name] > 0:
+            raise ConfigurationError(f"--{name.replace('_', '-')} must be above 0, found {values[name]}")
     for name in ("html", "svg", "json"):
-        if given.get(name) not in (None, "-"):
-            writable(given[name])  # fail before solving, which takes minutes
+        if values.get(name) not in (None, "-"):
+            writable(values[name])  # fail before solving, which takes minutes
     for name, (allowed, message) in WORDS.items():
-        if name in given and given[name] not in allowed:
-            raise ConfigurationError(message.format(given[name], did_you_mean(given[name], allowed)))
+        if name in values and values[name] not in allowed:
+            raise ConfigurationError(message.format(values[name], did_you_mean(values[name], allowed)))
     if hasattr(asked, "max_overhead") and asked.budget.share is not None:
         raise ConfigurationError("A share is of what grows with the batch: give --budget as bytes, or auto.")
     if hasattr(asked, "fsdp"):
         _check_step(asked)
-        _check_counts(asked, given["fsdp"])
-    if "factory" in given:
+        _check_counts(asked, values["fsdp"])
+    if "factory" in values:
         split(asked.factory)
 
 

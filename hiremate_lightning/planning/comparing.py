@@ -110,8 +110,8 @@ class Comparison:
     @property
     def budgets(self) -> list[int]:
         """Budgets that have an outcome or a bound, the largest first."""
-        known = {*(o.budget_bytes for o in self.outcomes), *(budget for budget, _ in self.bounds)}
-        return sorted(known, reverse=True)
+        budgets = {*(o.budget_bytes for o in self.outcomes), *(budget for budget, _ in self.bounds)}
+        return sorted(budgets, reverse=True)
 
     def is_impossible(self, budget_bytes: int) -> bool:
         """Whether it is proven that no schedule fits a budget."""
@@ -121,8 +121,8 @@ class Comparison:
 
     def bound_ms(self, budget_bytes: int) -> float:
         """Return the best proven bound on the recompute time of every schedule within a budget."""
-        known = [*self.bounds, *((o.budget_bytes, o.bound_ms) for o in self.outcomes)]
-        return max((ms for budget, ms in known if ms is not None and budget >= budget_bytes), default=0.0)
+        bounds = [*self.bounds, *((o.budget_bytes, o.bound_ms) for o in self.outcomes)]
+        return max((ms for budget, ms in bounds if ms is not None and budget >= budget_bytes), default=0.0)
 
     def bound_overhead(self, budget_bytes: int) -> float:
         """Return `bound_ms` as a share of the step's time."""

@@ -179,8 +179,8 @@ class Plan:
         plan = replace(self, **changes)
         simulated = ("graph", "profile", "solution")
         if all(getattr(plan, name) is getattr(self, name) for name in simulated):
-            known = ("schedule", "planned", "unplanned")
-            vars(plan).update((name, value) for name, value in vars(self).items() if name in known)
+            cached = ("schedule", "planned", "unplanned")
+            vars(plan).update((name, value) for name, value in vars(self).items() if name in cached)
         return plan
 
     @property
@@ -254,14 +254,14 @@ def planned_lines(plan: Plan) -> list[str]:
 
 def measured_line(plan: Plan) -> str:
     """Describe the measurements of a plan, beside its predictions, in one line of ASCII."""
-    said = []
+    parts = []
     if plan.measured.peak_bytes is not None:
         predicted, budget = format_bytes(plan.compared_peak_bytes), format_bytes(plan.budget_bytes)
         peak = peak_words(plan.to_dict(), "measured_peak_bytes")
-        said.append(f"peak {peak}, predicted {predicted}, budget {budget}")
+        parts.append(f"peak {peak}, predicted {predicted}, budget {budget}")
     if (overhead := plan.measured.overhead) is not None:
-        said.append(f"extra time {format_ratio(overhead)}, predicted {format_ratio(plan.predicted_overhead)}")
-    return f"{plan_title(plan)}, measured: {'; '.join(said) or 'nothing yet'}"
+        parts.append(f"extra time {format_ratio(overhead)}, predicted {format_ratio(plan.predicted_overhead)}")
+    return f"{plan_title(plan)}, measured: {'; '.join(parts) or 'nothing yet'}"
 
 
 def plan_title(plan: Plan) -> str:

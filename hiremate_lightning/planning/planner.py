@@ -37,7 +37,7 @@ CUT_SHORT = (
 )
 
 
-def make_options(budget: int | float | str | Budget, **given: Any) -> SessionOptions:
+def make_options(budget: int | float | str | Budget, **values: Any) -> SessionOptions:
     """Check the options of planning and return them; an option that is left out has its default.
 
     Raises:
@@ -45,12 +45,12 @@ def make_options(budget: int | float | str | Budget, **given: Any) -> SessionOpt
         ConfigurationError: If an option is out of its range; the text names it. Or if no MIP solver works.
         TypeError: If there is no option of that name.
     """
-    for name in given:
+    for name in values:
         if name not in OPTIONS:
             raise TypeError(
                 f"there is no option {name!r}.{did_you_mean(name, OPTIONS)} Choose from: {', '.join(OPTIONS)}"
             )
-    read = {name: OPTIONS[name].value_of(value) for name, value in given.items()}
+    read = {name: OPTIONS[name].value_of(value) for name, value in values.items()}
     options = SessionOptions(budget=parse_budget(budget), **read)
     check_strategy(options.solver)  # last, since this starts a process
     return options
@@ -79,9 +79,9 @@ def make_plan(
     start = time.perf_counter()
     strategy = solve or apart(options.solver)
     limits = SolveOptions(time_limit_s=options.time_limit_s, progress=progress)
-    own = Problem(step.graph, step.profile, room.step_bytes, limits, host if decided is None else Host(0))
-    problem = agreed(own, strategy)
-    less_bytes = own.budget_bytes - problem.budget_bytes
+    rank_problem = Problem(step.graph, step.profile, room.step_bytes, limits, host if decided is None else Host(0))
+    problem = agreed(rank_problem, strategy)
+    less_bytes = rank_problem.budget_bytes - problem.budget_bytes
     shared_room = replace(room, budget_bytes=room.budget_bytes - less_bytes)
     profile = problem.profile
     plain = keeping_everything(problem)
@@ -91,7 +91,7 @@ def make_plan(
         solution = plain
     else:
         guarded = replace(problem, budget_bytes=shared_room.solved_bytes)
-        solution, profile = _solve(guarded, options, strategy, problem is own)
+        solution, profile = _solve(guarded, options, strategy, problem is rank_problem)
     if not _fits(problem, solution):
         if decided is None:
             smallest = smallest_budget(problem)
@@ -104,7 +104,7 @@ def make_plan(
                 return Short((replace(need, less_bytes=less_bytes),), shared_room, target)
             solution = replace(need.smallest, status=Status.FEASIBLE, stopped_by=solution.stopped_by)
         if decided is None:
-            solution, profile = _fastest_within_its_peak(problem, solution, options, strategy, problem is own)
+            solution, profile = _fastest_within_its_peak(problem, solution, options, strategy, problem is rank_problem)
     if solution.stopped_by == CLOCK:
         log.warning(CUT_SHORT, round(solution.solve_s), round(solution.work_s), options.time_limit_s)
     if solution.note:
@@ -127,8 +127,8 @@ def _solve(problem: Problem, options: SessionOptions, strategy: Strategy, is_alo
     out if several processes agreed on the problem (not `is_alone`), since all of them must run the same plan.
     """
     solutions = Solutions(options.cache_dir)
-    if (known := solutions.read(problem, options.solver)) is not None:
-        return known
+    if (stored := solutions.read(problem, options.solver)) is not None:
+        return stored
     solution = strategy(problem)
     if is_alone:
         solution = solutions.at_least(problem, solution)
@@ -158,8 +158,8 @@ def first_solution(
     limits = SolveOptions(time_limit_s=options.time_limit_s, gap=ANY_GAP, progress=progress)
     problem = Problem(step.graph, step.profile, room.step_bytes, limits, host)
     solutions = Solutions(options.cache_dir)
-    if (known := solutions.read(problem, LEAST)) is not None:
-        return known[0]
+    if (stored := solutions.read(problem, LEAST)) is not None:
+        return stored[0]
     smallest = smallest_budget(problem)
     if _fits(problem, smallest):
         solutions.write(problem, LEAST, smallest)

@@ -87,16 +87,16 @@ class SharedSolving:
         ranks, check = range(self._world), self._store.check
         if check([_announced(rank, self._model) for rank in ranks]):
             return [*ranks]
-        others = [r for r in ranks if check([_announced(r, self._model)]) or not check([_announced(r)])]
-        return sorted({self._rank, *others})
+        peers = [r for r in ranks if check([_announced(r, self._model)]) or not check([_announced(r)])]
+        return sorted({self._rank, *peers})
 
     def agree(self, problem: Problem) -> Problem:
         """Return the problem that fits all ranks; this rank's own problem if another rank does not come in time."""
-        self._agreed, own = None, _needs(problem)
+        self._agreed, own_needs = None, _needs(problem)
         try:
             key = self._next_key(problem.graph)
             self._store.set(
-                f"{key}/needs{self._rank}", base64.b64encode(zlib.compress(json.dumps(own).encode())).decode()
+                f"{key}/needs{self._rank}", base64.b64encode(zlib.compress(json.dumps(own_needs).encode())).decode()
             )
             limit_s, self._patience_s = self._patience_s, self._patience_again_s
             if not self._are_there(lambda: [f"{key}/needs{rank}" for rank in self._peers()], limit_s):
@@ -108,7 +108,7 @@ class SharedSolving:
         except RuntimeError as error:  # from the store: torch has no class of its own for an error that persists
             log.debug("The process group's store does not answer (%s): planning alone", error)
             return problem
-        if any(len(needs) != len(own) for needs in needs_of_peers):
+        if any(len(needs) != len(own_needs) for needs in needs_of_peers):
             return problem
         problem = _meeting(problem, needs_of_peers)
         self._agreed = key, problem, peers[0]
@@ -181,8 +181,8 @@ def _needs(problem: Problem) -> list[int]:
 
 def _meeting(problem: Problem, needs: Sequence[Sequence[int]]) -> Problem:
     """Return the problem with the smallest budget, host and link of all ranks, and the largest of all other bytes."""
-    budget_bytes, host_bytes, *speeds = (min(values) for values in zip(*(own[:4] for own in needs), strict=True))
-    most = [max(values) for values in zip(*(own[4:] for own in needs), strict=True)]
+    budget_bytes, host_bytes, *speeds = (min(values) for values in zip(*(row[:4] for row in needs), strict=True))
+    most = [max(values) for values in zip(*(row[4:] for row in needs), strict=True)]
     count = len(problem.graph.nodes)
     pairs = zip(problem.graph.storages, most[count:], strict=True)
     graph = replace(problem.graph, storages=tuple(replace(storage, size_bytes=size) for storage, size in pairs))

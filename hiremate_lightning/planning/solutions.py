@@ -37,7 +37,7 @@ KNOWN_BEFORE = "found before"  # why a search ended, if its answer is a stored s
 
 
 @dataclass
-class _Known:
+class _Entry:
     """The solutions of a step at certain costs."""
 
     solver: str  # the strategy that solved the step; "" for schedules of any strategy
@@ -46,23 +46,23 @@ class _Known:
 
     def is_of(self, problem: Problem) -> bool:
         """Whether these are solutions of the same step, whatever its times."""
-        own, workspace_bytes = self.curve.problem, problem.profile.workspace_bytes
-        return own.profile.workspace_bytes == workspace_bytes and own.graph == problem.graph
+        solved, workspace_bytes = self.curve.problem, problem.profile.workspace_bytes
+        return solved.profile.workspace_bytes == workspace_bytes and solved.graph == problem.graph
 
 
-_memory: deque[_Known] = deque(maxlen=STEPS)
+_memory: deque[_Entry] = deque(maxlen=STEPS)
 _lock = threading.Lock()  # models may be trained in several threads
 
 
-def _known(problem: Problem, solver: str) -> _Known:
+def _entry(problem: Problem, solver: str) -> _Entry:
     """Return the entry of a step at these costs and of a strategy; add an empty one if there is none."""
     with _lock:
-        for known in _memory:
-            own, costs = known.curve.problem, (problem.profile, problem.host)
-            if known.solver == solver and (own.profile, own.host) == costs and known.is_of(problem):
-                return known
+        for entry in _memory:
+            solved, costs = entry.curve.problem, (problem.profile, problem.host)
+            if entry.solver == solver and (solved.profile, solved.host) == costs and entry.is_of(problem):
+                return entry
         options = replace(problem.options, progress=None)  # the callback would keep the trained model alive
-        _memory.append(_Known(solver, Curve(replace(problem, options=options), (), ())))
+        _memory.append(_Entry(solver, Curve(replace(problem, options=options), (), ())))
         return _memory[-1]
 
 
@@ -71,15 +71,15 @@ def remembering(strategy: Strategy, solver: str) -> Strategy:
 
     @wraps(strategy)
     def solve(problem: Problem) -> Solution:
-        known, budget_bytes, limit_s = _known(problem, solver), problem.budget_bytes, problem.options.time_limit_s
-        answer = known.curve.solution(budget_bytes)
-        was_asked = answer.is_feasible and known.seconds.get(budget_bytes, 0.0) >= limit_s
+        entry, budget_bytes, limit_s = _entry(problem, solver), problem.budget_bytes, problem.options.time_limit_s
+        answer = entry.curve.solution(budget_bytes)
+        was_asked = answer.is_feasible and entry.seconds.get(budget_bytes, 0.0) >= limit_s
         if was_asked or answer.status in (Status.OPTIMAL, Status.INFEASIBLE):
             return answer
         fresh = strategy(problem)
-        known.seconds[budget_bytes] = limit_s
-        known.curve = known.curve.with_solution(budget_bytes, fresh)
-        answer = known.curve.solution(budget_bytes)
+        entry.seconds[budget_bytes] = limit_s
+        entry.curve = entry.curve.with_solution(budget_bytes, fresh)
+        answer = entry.curve.solution(budget_bytes)
         return replace(answer, solve_s=fresh.solve_s) if answer.is_feasible else fresh
 
     return solve
@@ -103,11 +103,11 @@ class Solutions:
         A file of another version or step is ignored, and so is a file whose schedule does not fit.
         """
         file = self._plan_file(problem, solver)
-        known = file.read(lambda data: _decode(data, problem))
-        if known is not None and known[1].workspace_bytes != problem.profile.workspace_bytes:
+        stored = file.read(lambda data: _decode(data, problem))
+        if stored is not None and stored[1].workspace_bytes != problem.profile.workspace_bytes:
             log.info("The plan in %s is for other memory costs: solving again", file.path)
             return None
-        return known
+        return stored
 
     def write(self, problem: Problem, solver: str, solution: Solution) -> None:
         """Write the solution of a problem to the folder."""
@@ -117,8 +117,8 @@ class Solutions:
     def remember(self, problem: Problem, solution: Solution) -> None:
         """Store the schedule of a step for later searches under any budget."""
         if solution.recompute not in _schedules(problem):
-            known = _known(problem, "")
-            known.curve = known.curve.with_solution(problem.budget_bytes, replace(solution, status=Status.FEASIBLE))
+            entry = _entry(problem, "")
+            entry.curve = entry.curve.with_solution(problem.budget_bytes, replace(solution, status=Status.FEASIBLE))
         before = self._read_schedules(problem)
         fresh = [recompute for recompute in _schedules(problem) if recompute not in before]
         if fresh:
@@ -128,15 +128,15 @@ class Solutions:
         """Return the solution, or the fastest stored schedule that fits, with the solution's bound, if it is better."""
         if solution.status in (Status.OPTIMAL, Status.INFEASIBLE):
             return solution
-        best, found = solution, replace(solution, status=Status.FEASIBLE, stopped_by=KNOWN_BEFORE)
+        best, feasible = solution, replace(solution, status=Status.FEASIBLE, stopped_by=KNOWN_BEFORE)
         for recompute in (*_schedules(problem), *self._read_schedules(problem)):
             try:
-                known = with_decisions(problem, found, recompute)
+                stored = with_decisions(problem, feasible, recompute)
             except (HiRemateError, IndexError, KeyError):  # the file holds no schedule of this step
                 continue
-            is_better = not best.is_feasible or best.extra_ms > known.extra_ms
-            if known.peak_bytes <= problem.budget_bytes and is_better:
-                best = known
+            is_better = not best.is_feasible or best.extra_ms > stored.extra_ms
+            if stored.peak_bytes <= problem.budget_bytes and is_better:
+                best = stored
         return best
 
     def _read_schedules(self, problem: Problem) -> list[Decisions]:
@@ -150,10 +150,10 @@ class Solutions:
         host = problem.host.size_bytes and (problem.host.size_bytes, problem.profile.link)
         return self._file("plan", solver, problem.budget_bytes, host, problem.graph)
 
-    def _file(self, kind: str, *said: object) -> JsonFile:
+    def _file(self, kind: str, *parts: object) -> JsonFile:
         path = None
         if self.folder is not None:
-            name = hashlib.sha256(repr((FORMAT, package_version(), *said)).encode()).hexdigest()[:32]
+            name = hashlib.sha256(repr((FORMAT, package_version(), *parts)).encode()).hexdigest()[:32]
             path = self.folder / f"{kind}-{name}.json"
         return JsonFile(
             path, "Ignored the plan in %s: %s", "Could not keep the plan in %s (%s); the next run solves again"
@@ -163,7 +163,7 @@ class Solutions:
 def _schedules(problem: Problem) -> list[Decisions]:
     """List the schedules of a step that this process has stored, without those that offload."""
     with _lock:
-        curves = [known.curve for known in _memory if known.is_of(problem)]
+        curves = [entry.curve for entry in _memory if entry.is_of(problem)]
     return list(dict.fromkeys(point.recompute for curve in curves for point in curve.points if not point.offloads))
 
 

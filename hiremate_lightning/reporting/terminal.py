@@ -134,8 +134,8 @@ def _columns_bar(shares: Sequence[float | None], width: int) -> Text:
     size = -(-len(shares) // width)
     text = Text()
     for start in range(0, len(shares), size):
-        known = [s for s in shares[start : start + size] if s is not None]
-        mean = sum(known) / len(known) if known else 0.0
+        present = [s for s in shares[start : start + size] if s is not None]
+        mean = sum(present) / len(present) if present else 0.0
         text.append(_level(mean) if mean else NONE, _KEPT if mean else FAINT)
     return text
 

@@ -192,11 +192,11 @@ def planned_run(plan: Plan) -> DrawnStep:
 
 def resident_bands(plan: Plan) -> tuple[tuple[str, str, int], ...]:
     """Return (name, colour, bytes) of each part of the resident bytes that was counted; the parts add up to all."""
-    known = [(f"{name}, resident", size_bytes) for name, size_bytes in plan.resident_parts if size_bytes]
-    rest = plan.resident_bytes - sum(size_bytes for _, size_bytes in known)
-    if rest < 0 or not known:
-        known, rest = [], plan.resident_bytes
-    parts = [*known, *([(OTHER if known else RESIDENT, rest)] if rest else [])]
+    counted = [(f"{name}, resident", size_bytes) for name, size_bytes in plan.resident_parts if size_bytes]
+    rest = plan.resident_bytes - sum(size_bytes for _, size_bytes in counted)
+    if rest < 0 or not counted:
+        counted, rest = [], plan.resident_bytes
+    parts = [*counted, *([(OTHER if counted else RESIDENT, rest)] if rest else [])]
     return tuple((name, GREYS[min(i, len(GREYS) - 1)], size_bytes) for i, (name, size_bytes) in enumerate(parts))
 
 

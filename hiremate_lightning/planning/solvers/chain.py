@@ -112,7 +112,7 @@ def chains_of(search: Search, name: str, lengths: Iterable[int]) -> list[list[Ch
     for chain in chains:
         sizes = [[search.model.sizes[s] for s in link.input] for link in chain[1:]]
         # Count the large values that cross the cut before each link; masks, for example, are small.
-        widths.append([sum(size >= LARGE_SHARE * max(own) for size in own) for own in sizes])
+        widths.append([sum(size >= LARGE_SHARE * max(crossing) for size in crossing) for crossing in sizes])
     if all(max(width, default=0) > 1 for width in widths):
         widest, cuts = max(map(max, widths)), sum(map(len, widths))
         wide = sum(width > 1 for each in widths for width in each)

@@ -130,8 +130,8 @@ class Choices:
             if node is None or storage in self._passed_on:  # a later call can't run nodes of an earlier call
                 return ()
             self.producer[storage] = node
-            needs, own = self._forward_storages(graph.nodes[node].inputs), graph.allocates[node]
-            self.needs[node] = tuple(s for s in needs if s not in own)
+            needs, made = self._forward_storages(graph.nodes[node].inputs), graph.allocates[node]
+            self.needs[node] = tuple(s for s in needs if s not in made)
             return self.needs[node]
 
         # Storages to decide on, in order of production; fixed storages have no producer and are always kept.
@@ -169,8 +169,8 @@ class Choices:
     def _measure_the_rest(self) -> None:
         """Compute the bytes that no decision changes: simulate keeping everything, and subtract the choices."""
         chosen = set(self.choices)
-        others = (t for t in self.graph.retained if self.storage_of[t] not in chosen)
-        graph = replace(self.graph, retained=tuple(others))
+        retained = (t for t in self.graph.retained if self.storage_of[t] not in chosen)
+        graph = replace(self.graph, retained=tuple(retained))
         schedule = lower(graph, keep_all(graph))
         everything = simulate(graph, self.problem.profile, schedule)
         is_all = graph.retained == self.graph.retained
@@ -212,8 +212,8 @@ class Choices:
         """A lower bound on every schedule's peak: the largest need of a node while it runs."""
         chosen, peak_bytes = set(self.choices), max(self.need_bytes, default=0)
         for rest, node in zip(self.forward_rest, self.graph.forward, strict=True):
-            own = {*self._forward_storages(self.graph.nodes[node].inputs), *self.graph.allocates[node]}
-            peak_bytes = max(peak_bytes, rest + sum(self.sizes[s] for s in own & chosen))
+            operands = {*self._forward_storages(self.graph.nodes[node].inputs), *self.graph.allocates[node]}
+            peak_bytes = max(peak_bytes, rest + sum(self.sizes[s] for s in operands & chosen))
         return peak_bytes
 
     def neediest(self, parts: int) -> tuple[int, ...]:

@@ -116,7 +116,7 @@ def smallest_budget(problem: Problem) -> Solution:
     """
     start = time.monotonic()
     model = StepModel(problem)
-    found = find_smallest(model, problem.options.time_limit_s, problem.budget_bytes)
+    smallest = find_smallest(model, problem.options.time_limit_s, problem.budget_bytes)
     solution = Solution(
         strategy="least_memory",
         status=Status.NOT_FOUND,
@@ -124,5 +124,5 @@ def smallest_budget(problem: Problem) -> Solution:
         solve_s=time.monotonic() - start,
         work_s=model.work.done_s,
     )
-    solution = with_decisions(problem, solution, decisions(model, found.rows))
+    solution = with_decisions(problem, solution, decisions(model, smallest.rows))
     return replace(solution, status=Status.FEASIBLE) if solution.peak_bytes <= problem.budget_bytes else solution

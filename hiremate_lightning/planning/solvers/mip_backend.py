@@ -262,8 +262,8 @@ class Library:
         """
         highs = self._pointer(model)
 
-        def ask(kind: int, message: Any, said: Any, answer: Any, data: Any) -> None:
-            count = self._functions.Highs_getCallbackDataOutItem(said, b"mip_total_lp_iterations")
+        def ask(kind: int, message: Any, output: Any, answer: Any, data: Any) -> None:
+            count = self._functions.Highs_getCallbackDataOutItem(output, b"mip_total_lp_iterations")
             if is_enough(int(self._ffi.cast("int64_t*", count)[0])):
                 # Set a time limit of 0 instead of answering "stop": python-mip doesn't know the status of that.
                 self._functions.Highs_setDoubleOptionValue(highs, b"time_limit", 0.0)

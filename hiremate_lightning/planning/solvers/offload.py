@@ -91,14 +91,14 @@ def _ways(problem: Problem, schedule: Schedule) -> Iterable[tuple[Offload, ...]]
         yield ()
         return
     step = _Step(problem, kept, idle_storages(problem.graph, schedule, problem.host.pinned), over)
-    known = set[frozenset[int]]()
+    tried = set[frozenset[int]]()
     for rank in (step.covered, step.idle_ms, step.size_bytes):
         chosen = step.choose(rank)
         if chosen is None:
             return  # not even all storages are enough, in any order
         names = frozenset(idle.storage for idle in chosen)
-        if names not in known:
-            known.add(names)
+        if names not in tried:
+            tried.add(names)
             yield step.place(chosen)
 
 

@@ -133,10 +133,10 @@ class PhasedProgram:
             phase = bisect_left(self.checks.instants, position)
             if (phase, node) not in self.run:
                 continue
-            own, run = {*model.needs[node], *model.makes[node]}, self.run[phase, node]
+            operands, run = {*model.needs[node], *model.makes[node]}, self.run[phase, node]
             terms = defaultdict[int, float](float, {run: model.transient[node] / UNIT})
             for storage in model.choices:
-                variable = run if storage in own else self._held_through(phase, storage)
+                variable = run if storage in operands else self._held_through(phase, storage)
                 if variable is not None:
                     terms[variable] += model.sizes[storage] / UNIT
             limit = (self.limit - model.live_gradients[position]) / UNIT

@@ -89,7 +89,7 @@ def spans_between(chain: Sequence[ChainLink], chosen: Sequence[int]) -> dict[int
     held = frozenset[int]()
     for first, end in pairwise([*chosen, len(chain)]):
         held |= chain[first].input
-        own = frozenset(s for link in chain[first:end] for s in link.tape)
-        held |= own if end == len(chain) else frozenset()
-        spans.setdefault(chain[end - 1].begins, ChainSpan(held, own))
+        segment = frozenset(s for link in chain[first:end] for s in link.tape)
+        held |= segment if end == len(chain) else frozenset()
+        spans.setdefault(chain[end - 1].begins, ChainSpan(held, segment))
     return spans

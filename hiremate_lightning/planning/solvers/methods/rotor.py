@@ -79,14 +79,14 @@ class Table:
 
     def _fill_from(self, s: int) -> None:
         """Fill C(s, t) for each t."""
-        chain, own = self.chain, self._sizes
-        sweeps, again = own.sweeps(s), [self._run(chain[s], is_last) for is_last in (False, True)]
+        chain, sizes = self.chain, self._sizes
+        sweeps, again = sizes.sweeps(s), [self._run(chain[s], is_last) for is_last in (False, True)]
         taken = [self._taken(s, link.input) for link in chain[s:]]  # slots of a_q, besides the input of s
         for t in range(s, len(chain)):
             is_forward = t == len(chain) - 1
             cost, choice = np.full(self._count + 1, np.inf), np.zeros(self._count + 1, dtype=np.int64)
-            start = 0 if is_forward else own.start[t]
-            run, run_ms = (own.tape[s] + own.forward[s], 0.0) if is_forward else again[s == t]
+            start = 0 if is_forward else sizes.start[t]
+            run, run_ms = (sizes.tape[s] + sizes.forward[s], 0.0) if is_forward else again[s == t]
             for number, option in enumerate(self.tapes[s]):
                 if option.offloaded and not is_forward:
                     continue

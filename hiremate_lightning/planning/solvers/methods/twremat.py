@@ -142,12 +142,12 @@ def spans(model: StepModel, separators: list[Separator], leaf_bytes: float, gap:
     A leaf is a separator with all values below it, of at most `leaf_bytes`. A separator is freed if nothing below it is
     read for more than `gap` positions of the backward.
     """
-    own, is_in_leaf = list[frozenset[int]](), list[bool]()  # values held for each separator; a leaf holds all below it
+    values, is_in_leaf = list[frozenset[int]](), list[bool]()  # values held for each separator; a leaf holds all below
     for separator in separators:
         is_below = separator.above >= 0 and is_in_leaf[separator.above]
         is_leaf = not is_below and sum(model.sizes[s] for s in separator.below) <= leaf_bytes
         is_in_leaf.append(is_below or is_leaf)
-        own.append(frozenset() if is_below else separator.below if is_leaf else separator.values)
+        values.append(frozenset() if is_below else separator.below if is_leaf else separator.values)
     owner = {s: number for number, separator in enumerate(separators) for s in separator.values}
     begins: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
@@ -165,7 +165,7 @@ def spans(model: StepModel, separators: list[Separator], leaf_bytes: float, gap:
     for position in sorted({*begins, *ends}):
         now = now.difference(ends.get(position, ())).union(begins.get(position, ()))
         if now:
-            held[position] = ChainSpan(frozenset().union(*(own[number] for number in now)), frozenset())
+            held[position] = ChainSpan(frozenset().union(*(values[number] for number in now)), frozenset())
     return held
 
 
