@@ -41,8 +41,8 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
     """Find the batch size that trains within a budget, by planning instead of running out of memory.
 
     The search runs when fitting starts, in at most six training steps. Then weights, optimizers, schedulers, loops,
-    loggers and random generators are put back, the size is set, and fitting goes on. A size that a checkpoint brings is
-    set without a search. Learning rate and `accumulate_grad_batches` stay as they are.
+    loggers and random generators are restored, the size is set, and fitting goes on. A size from a checkpoint is set
+    without a search. Learning rate and `accumulate_grad_batches` don't change.
 
     The size fits under a plan: use it in a Trainer that has a `HiRemateCallback` (or strategy="hiremate").
 
@@ -70,7 +70,7 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
 
     Attributes:
         optimal_batch_size: The size; before a search `init_val`.
-        result: What was found; None before, and where a checkpoint has brought the size.
+        result: The result of the search; None before a search, and if the size came from a checkpoint.
 
     Raises:
         BudgetError: If the budget can't be read, or is a share.
@@ -103,7 +103,7 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
         solver: str = "portfolio",
         verbose: bool = True,
     ) -> None:
-        # `locals()` holds nothing but the arguments here.
+        # Here `locals()` has only the arguments.
         self._sizes = make_size_options(**{name: value for name, value in locals().items() if name in SIZE_OPTIONS})
         super().__init__(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
         self._budget = None if budget is None else parse_budget(budget)
@@ -212,7 +212,7 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
             )
             return SizeFinder(runner, options).find()
         finally:
-            state.restore()  # making a loader draws random numbers
+            state.restore()  # since making a loader draws random numbers
 
     def _say_what_changes(self, trainer: pl.Trainer, before: int, size: int) -> None:
         if size == before:
@@ -297,7 +297,7 @@ class _Trials:
         assert loader is not None, "setup_data has made it"
         try:
             length = int(loader._dataset_length())
-        except NotImplementedError:  # iterable data sets have no length
+        except NotImplementedError:  # an iterable data set has no length
             return 2**62
         return max(1, length // self._trainer.world_size)
 

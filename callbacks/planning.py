@@ -76,8 +76,8 @@ class HiRemateCallback(Callback):
             how to see more or where its page is; "full" for the whole table of the plan.
 
     Attributes:
-        options: What was asked for.
-        target: What is planned.
+        options: The options as the user gave them.
+        target: The argument `target`.
         plan: The latest plan, None before there is one; it stays after fitting.
 
     Raises:

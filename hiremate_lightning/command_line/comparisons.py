@@ -150,7 +150,7 @@ Count = dict[str, Any]  # a step on some number of GPUs, as `count_of` describes
 
 
 def count_of(plan: Plan, captured: OfflineStep, rates: Rates) -> Count:
-    """Describe a plan on some number of GPUs; bytes are those of each of them."""
+    """Return a plan on some number of GPUs as plain data; bytes are per GPU."""
     layout = captured.options.layout
     return {
         "gpus": layout.count,

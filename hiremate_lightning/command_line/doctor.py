@@ -247,7 +247,7 @@ def model_finding(factory: str) -> Finding:
 
 
 class _Looking(Finder):
-    """Finds what a script trains, and stops the script before that trains."""
+    """Finds the model that a script trains, and stops the script before it trains."""
 
     words = ""  # description of the training found
 
@@ -266,7 +266,7 @@ class _Looking(Finder):
 
 
 def script_finding(given: Sequence[str]) -> Finding:
-    """Run a script up to its first training step, and report whether what it trains would be refused."""
+    """Run a script up to its first training step, and report whether its model would be refused."""
     finder, fault = _Looking("auto"), ""
     try:
         with finder.in_place():

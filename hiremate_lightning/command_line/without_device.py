@@ -133,7 +133,7 @@ def on_gpu(graph: Graph, device: torch.device) -> Graph:
 
 
 def with_gpu_attention(module: fx.GraphModule) -> fx.GraphModule:
-    """Replace attention, whose kernel depends on the device, in a graph that Dynamo captured."""
+    """Replace attention, whose kernel depends on the device, by a GPU's kernel in a graph that Dynamo captured."""
     for node in module.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
         node.target = _gpu_attention
     module.recompile()

@@ -35,7 +35,7 @@ class Curve:
 
     problem: Problem  # the step; the budget of the problem is not used
     points: tuple[Solution, ...]  # solutions, peak ascending and time descending
-    # Pairs of a budget and the proven least extra time under it, in milliseconds; budgets ascending.
+    # Pairs of a budget and a proven lower bound on the extra time under it, in milliseconds; budgets ascending.
     bounds: tuple[tuple[int, float], ...]
     least_bytes: int = 0  # proven: no schedule has a smaller peak; 0 if nothing is proven
 

@@ -1,7 +1,7 @@
-"""The plan: everything decided for one training step, its predictions, and later measurements.
+"""The plan: all decisions for one training step, their predictions, and later measurements.
 
-`Plan` is pure and serialisable: it has all that is needed to run it on a captured graph, to report it, and to keep it
-on disk.
+`Plan` is immutable and serialisable: it has all data to run on a captured graph, to be reported, and to be stored on
+disk.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Measurement:
     Attributes:
         peak_bytes: Peak of a whole step by the allocator's events, resident bytes included.
         step_ms: Time of the captured part of a step, recomputation included.
-        recompute_ms: Time of recomputation within it.
+        recompute_ms: Time of recomputation within `step_ms`.
         predicted_bytes: The largest predicted peak of the measured steps. The steps of one plan differ: some begin with
             gradients in memory, others without.
     """
@@ -142,7 +142,7 @@ class Plan:
 
     @property
     def compared_peak_bytes(self) -> int:
-        """The predicted peak that the measured one is compared with, resident bytes included."""
+        """The predicted peak to compare with the measured peak, resident bytes included."""
         return self.planned_peak_bytes if self.measured.predicted_bytes is None else self.measured.predicted_bytes
 
     @property

@@ -28,7 +28,7 @@ from .timeline import COLOURS, Band, resident_bands, short_source
 MAX_MODULE_ROWS = 40
 MAX_BLOCKS = 12  # most blocks to list of those live at the peak
 CURVE_LIMIT_S = 10.0
-WIDTH, NARROW = 1120, 360  # pixels of a picture, and of its twin for phones
+WIDTH, NARROW = 1120, 360  # width in pixels of a picture, and of its version for phones
 NONE = "\u2013"
 BETWEEN = " \u00b7 "  # separates facts in a line
 ROUNDED_WORDS = (

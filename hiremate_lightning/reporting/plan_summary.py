@@ -39,7 +39,7 @@ METRICS = (
     "gap",
 )
 _SMALL = 0.01  # share of bytes and time below which modules are summed up as "others"
-_WORTH_OPENING = 0.05  # share below which a module is not broken up into its children
+_WORTH_OPENING = 0.05  # share below which a module is not split into its children
 _MOST_INPUTS = 3  # most inputs of a step to describe
 _IN_PAGE = re.compile(r'<script type="application/json" id="plan">(.*?)</script>', re.DOTALL)
 

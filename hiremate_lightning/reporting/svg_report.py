@@ -51,7 +51,7 @@ METHOD_SHAPES = (
     "m0 5l4.5 -8h-9Z",
 )
 # Marks around a point, in a picture and in its legend.
-RING = f'<circle cx="{{x}}" cy="{{y}}" r="5" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'  # plain, peaks
+RING = f'<circle cx="{{x}}" cy="{{y}}" r="5" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'  # eager, peaks
 DOT = f'<circle cx="{{x}}" cy="{{y}}" r="6" class="budget-key" fill="{BUDGET}"/>'
 CROSS = f'<path d="M{{x}} {{y}}m-6 -6l12 12m0 -12l-12 12" class="peak" stroke="{INK}" stroke-width="2"/>'
 STROKE = '<path d="M{{x}} {{y}}m-6 0h12" {look}/>'

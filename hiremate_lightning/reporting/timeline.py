@@ -120,7 +120,7 @@ class DrawnStep:
     name: str  # "plain" or "planned"
     schedule: Schedule
     simulation: Simulation
-    workspace_bytes: tuple[int, ...]  # by node
+    workspace_bytes: tuple[int, ...]  # workspace of each node
 
     @cached_property
     def lives(self) -> tuple[Lifetime, ...]:

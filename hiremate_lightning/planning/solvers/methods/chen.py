@@ -1,8 +1,8 @@
 """Chen: segments of equal length; only the values that cross from one segment to the next are kept.
 
 Source: T. Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv 1604.06174: sqrt(n)
-segments of n layers, and Algorithm 3, which ends a segment where it has made b bytes, near b = sqrt(x y) with x the
-bytes that are kept and y those of the largest segment.
+segments of n layers; and Algorithm 3, which ends a segment once it has made b bytes, for b near sqrt(x y) with x the
+kept bytes and y the bytes of the largest segment.
 
 Changed: a layer is a forward node that allocates, all values that cross a cut are kept, and each value is recomputed
 when it is needed, not a segment at a time. The method uses neither times nor a budget.

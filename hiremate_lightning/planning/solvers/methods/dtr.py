@@ -132,7 +132,7 @@ class DtrRun:
                 self._drops.add((storage, position if is_read else position - 1))
 
     def _score(self, storage: int) -> float:
-        """Return h_DTR."""
+        """Return h_DTR of a choice; the choice of least h_DTR is evicted first."""
         staleness_ms = max(LEAST_STALENESS_MS, self._clock_ms - self._read_ms.get(storage, 0.0))
         return self._near.cost_ms(storage) / (self._model.sizes[storage] * staleness_ms)
 

@@ -40,7 +40,7 @@ def checkpoints(inputs: Sequence[int], tapes: Sequence[int], rests: Sequence[int
         best = queue[-1]
         least[i] = max(last.largest(i, best) - ends[i], least[best])
         if len(queue) > 1 and least[queue[-2]] <= least[i]:
-            best = queue[-2]  # there M is larger than U
+            best = queue[-2]  # for this j, M(j) exceeds U(i, j)
             least[i] = least[best]
         least[i] += inputs[i]
         following[i] = best

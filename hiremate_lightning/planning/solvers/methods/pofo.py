@@ -25,7 +25,7 @@ from .rotor import LENGTHS, Table, Tape, Tapes, over_chains, whole_tapes
 NAME = "POFO"
 CHAINS = 3  # how many of Rotor's lengths to try
 PRICES = (0.0, 0.25, 0.5, 1.0)  # of an offloaded byte, in units of its time on the link
-LIMIT_SHARE = 0.3  # of the time limit, for all of these
+LIMIT_SHARE = 0.3  # of the time limit, for all chains and prices
 
 
 @strategy("pofo")

@@ -104,9 +104,9 @@ class Table:
             self.cost[s, t], self.choice[s, t] = cost, choice
 
     def _run(self, link: ChainLink, is_last: bool) -> tuple[int, float]:
-        """Return the bytes and the time of a link that runs again and keeps the values that its backward reads.
+        """Return the bytes and the time of running a link again, with the values kept that its backward reads.
 
-        The last link of a run hands on nothing that is still needed.
+        The last link of a run (`is_last`) need not compute values for later links.
         """
         model = self._model
         nodes = link.nodes_for(model, link.own if is_last else link.own | link.handed_on(model))
