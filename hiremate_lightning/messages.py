@@ -29,7 +29,7 @@ from .units import format_bytes
 CAPTURES = 8  # warn after so many consecutive steps that each captured something
 RETAINING = 4  # warn after so many consecutive steps before which the number of retained graphs had grown
 PLANNING = 64  # number of latest steps whose time of planning is compared with their whole time
-PLANNING_SHARE = 0.25  # a step counts as slow if planning takes more than this share; what goes with it takes more
+PLANNING_SHARE = 0.25  # a step counts as slow if planning takes more than this share of its time
 MOST = 0.75  # warn if at least this share of the latest steps is slow,
 ALL_PLANNING_SHARE = 0.5  # or if planning takes this share of the time of all of them, after twice as many steps
 REASONS = 5  # most reasons of graph breaks that a message lists, the most frequent first

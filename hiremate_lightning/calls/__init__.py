@@ -1,1 +1,1 @@
-"""The calls of a user's modules: what they are given, what stands in for them, and how to repeat one."""
+"""The calls of a user's modules: their arguments, the slots that replace them, and how to repeat one."""

@@ -25,7 +25,7 @@ FOREIGN = {
         "FSDP1 flattens the parameters of each unit into one, which no plan can follow. Use fully_shard() (FSDP2) "
         "or DistributedDataParallel."
     ),
-    "DeepSpeedEngine": (  # and what inherits from it: its PipelineEngine
+    "DeepSpeedEngine": (  # and its subclass PipelineEngine
         "DeepSpeed lays all weights into one flat tensor, and no part of such a model could be captured. Use "
         "fully_shard() (FSDP2) or DistributedDataParallel."
     ),
@@ -83,7 +83,7 @@ class Slot(StandIn):
         self.targets, self._path, self._module = targets, path, module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, planned where it is to be."""
+        """Call the module, by its plan if it has one."""
         if torch.compiler.is_dynamo_compiling():
             if not self.targets.is_inside:
                 _refuse_outer_compile()
@@ -106,7 +106,7 @@ class HookedSlot(Slot):
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, planned where it is to be."""
+        """Call the module, by its plan if it has one."""
         return self._call(args, kwargs)
 
 

@@ -51,7 +51,7 @@ class LargestSizes:
         self._taken: weakref.WeakKeyDictionary[Part, Mapping[int, int]] = weakref.WeakKeyDictionary()
         self._larger: weakref.WeakKeyDictionary[Part, Part] = weakref.WeakKeyDictionary()
 
-    # ---------------------------------------------------------------- what calls are given
+    # ---------------------------------------------------------------- arguments of calls
 
     def called(
         self, function: Callable[..., Any] | None, arguments: Arguments, tensors: Sequence[torch.Tensor]

@@ -250,7 +250,7 @@ class GivenBack(Eager):
         model.tell(text)
 
     def _exceeded(self, model: PlannedModel, took: str) -> None:
-        """Run such steps by their plan again, and warn."""
+        """Run steps of this signature by their plan again, and warn."""
         self.likely.is_given_back = False
         text = "A step without its plan took more than the budget: such steps run by their plan again."
         model.announcements.say(text, took)

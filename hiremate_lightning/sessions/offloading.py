@@ -106,7 +106,7 @@ class Offloading:
             schedule = with_offloads(captured.graph, lower(captured.graph, rows), offloaded)
             yield program_of(captured, schedule, self.memory)
 
-    # ---------------------------------------------------------------- what autograd saves without a plan
+    # ---------------------------------------------------------------- saved tensors of eager steps
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether an eager step may offload so many bytes."""

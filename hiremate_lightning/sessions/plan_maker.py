@@ -212,7 +212,7 @@ class PlanMaker:
         return Fits(plan, dict(zip(recorded.places, programs, strict=True)))
 
     def short_of_all(self, shortage: Shortage) -> Short | None:
-        """Return what all steps seen need, with the most optimizer state and batch; None if all fit the budget."""
+        """Return the needs of all steps seen, with the most optimizer state and batch; None if all fit the budget."""
         needs, rooms = list[Need](), dict[int, Room]()
         for signature in self._history.recorded:
             step = self.waiting.at(signature, signature.recorded, Holds.LEAST)

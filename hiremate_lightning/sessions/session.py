@@ -85,11 +85,11 @@ class Session:
         self.steps = Steps(model, self.planned, self.eager_steps, graph_programs)
         self._without_gradients = CallsWithoutGradients(model)
         self._checkpointing = ReplacedCheckpointing(root)
-        self._compiled = ExitStack()  # on closing, runs by torch.compile again what ran so before
+        self._compiled = ExitStack()  # restores on closing the code that ran by torch.compile before
         self.listeners.append(self._say_replaced)
         self.prover = Prover(model, self.steps.program_of, self.steps.free_bytes)
 
-    # ---------------------------------------------------------------- what others ask and tell
+    # ---------------------------------------------------------------- the interface
 
     @property
     def plan(self) -> Plan | None:

@@ -1,4 +1,4 @@
-"""Begins the measurement of a step, and looks in all other steps for growth of what runs outside of the plan."""
+"""Begins the measurement of a step, and watches in other steps whether code outside of the plan allocates more."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StepWatch:
         if peak_bytes is not None and device.type == "cuda":
             self._device_peak.begin(device, peak_bytes)
 
-    # ---------------------------------------------------------------- what steps take outside of their plan
+    # ---------------------------------------------------------------- memory outside of the plan
 
     def forward_starts(self) -> None:
         """Discard what was allocated since the forward before: the step goes on with another forward."""

@@ -45,7 +45,7 @@ class Holds(Enum):
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A waiting graph with what it recomputes."""
+    """A waiting graph, and the nodes that it recomputes."""
 
     captured: Captured
     profile: Profile
@@ -110,7 +110,7 @@ class WaitingGraphs:
         return peak_bytes <= replace(room, resident_bytes=recorded.resident.size_bytes).solved_bytes
 
     def at(self, signature: StepSignature, step: RecordedStep, holds: Holds | None = None) -> RecordedStep:
-        """Return the step of a signature with the bytes that waiting graphs hold; `holds` is by default that of now."""
+        """Return the step of a signature with the bytes that waiting graphs hold, by default at the present `holds`."""
         if not self.concerns(signature, step):
             return step
         holds = holds or self.holds
@@ -126,7 +126,7 @@ class WaitingGraphs:
         )
 
     def resident_at(self, resident: Resident, holds: Holds | None = None) -> Resident:
-        """Return the memory before a step with the bytes that waiting graphs hold; by default those of now."""
+        """Return the memory before a step with the bytes that waiting graphs hold, by default at this `holds`."""
         if not resident.waiting:
             return resident
         holds = holds or self.holds
@@ -142,7 +142,7 @@ class WaitingGraphs:
         return self._of(part, self.holds).program
 
     def _of(self, part: Part, holds: Holds) -> _Waiting:
-        """Return a part as a waiting graph; what it recomputes is decided the first time."""
+        """Return a part as a waiting graph; the first call decides which nodes it recomputes."""
         graphs = self._graphs.setdefault(part, {})
         waiting = graphs.get(holds)
         if waiting is None or waiting.captured.graph is not part.captured.graph:

@@ -1,1 +1,1 @@
-"""What is known of each step signature, and what follows from that alone."""
+"""The records of step signatures, and the decisions that follow from them alone."""

@@ -29,8 +29,8 @@ from ..records.simulation import Allocations, allocations
 from .recorded_step import RecordedStep
 from .step_signature import StepSignature
 
-# The ratio below is that of growing bytes (all but gradients, which don't grow with sizes) in eager PyTorch to those in
-# the captured graph.
+# Ratios of growing bytes (all but gradients, which don't grow with sizes) in eager PyTorch to growing bytes in the
+# captured graph:
 UNMEASURED_RATIO = 1.3  # before an eager step was measured
 RANDOM_RATIO = 1.5  # likewise for code with random operators: eager PyTorch may keep their results in a larger type
 COUNTED_DRAW = "aten.native_dropout.default"  # an exception: the graph counts its masks as eager PyTorch keeps them
@@ -224,7 +224,7 @@ class EagerPredictions:
         return Prediction(saves, added_bytes, takes.peaks[1], takes.offloaded_bytes)
 
     def _codes_called(self, calls: tuple[ModuleCall, ...], likely: StepSignature) -> list[_EagerCode]:
-        """List the codes whose first calls look like these, that of the likely signature first; none without that.
+        """List the codes whose first calls look like these, the likely signature's first; none if it is not among them.
 
         Steps with a size of 0 are left out, unless these calls have it too: bytes don't follow from a size of 0.
         """

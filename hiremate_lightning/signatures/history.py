@@ -95,7 +95,7 @@ class History:
         """The number of plans, with the rungs of all ladders."""
         return len(self.recorded) + sum(len(signature.ladder.rungs) for signature in self._recorded.values())
 
-    # ---------------------------------------------------------------- what is learned of signatures
+    # ---------------------------------------------------------------- changes of signatures
 
     def record(self, signature: StepSignature, step: RecordedStep) -> None:
         """Store the recorded step of a signature; if it had none, the signature becomes the last of `recorded`."""
@@ -197,7 +197,7 @@ class History:
         signature = next((signature for signature in reversed(by_need) if fits(signature)), None)
         return signature, None if signature is None else signature.programs.get(len(ran) - 1)
 
-    # ---------------------------------------------------------------- what they run
+    # ---------------------------------------------------------------- their code
 
     def same_code(self, step: RecordedStep) -> StepSignature:
         """Return the first recorded signature that runs the code of a recorded step, at any sizes."""

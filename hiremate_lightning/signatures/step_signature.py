@@ -114,7 +114,7 @@ class StepSignature:
 
     @property
     def of_code(self) -> StepSignature:
-        """The first recorded signature of its code: it holds what is common to all sizes."""
+        """The first recorded signature of its code: it has the ladder and the sizes of calls for all sizes."""
         return self.code or self
 
     @property

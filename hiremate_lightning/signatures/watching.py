@@ -134,7 +134,7 @@ class WatchPolicy:
         self._missed[signature] = None
 
     def found(self, signature: StepSignature) -> None:
-        """Remove a signature from those whose next step is to be measured: a step of it was."""
+        """Cancel `missed` for a signature: a step of it was measured."""
         self._missed.pop(signature, None)
 
 

@@ -44,7 +44,7 @@ class CompiledModel(nn.Module):
 
     @property
     def is_gone(self) -> bool:
-        """Whether there were parameters, and none of them exists any more; torch may keep what it compiled longer."""
+        """Whether it had parameters, and none of them exists any more; torch may keep compiled code longer."""
         return self._has_trained and not list(self._trained)
 
     def add_callables(self, callables: Iterable[Any]) -> None:
