@@ -118,7 +118,9 @@ def _groups_of(module: nn.Module) -> list[Any]:
 
 
 def _groups(root: nn.Module) -> list[Any]:
-    """Return the FSDP2 parameter groups below a module, each once."""
+    """Return the FSDP2 parameter groups below a module, each once; none in a process that trains alone."""
+    if not may_shard():
+        return []
     groups = (group for module in root.modules() for group in _groups_of(module))
     return list({id(group): group for group in groups}.values())
 

@@ -6,7 +6,6 @@ import copy
 import gc
 import time
 import warnings
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -235,13 +234,13 @@ def test_a_model_called_on_its_own_output_is_exact():
 @pytest.mark.filterwarnings("ignore::hiremate_lightning.HiRemateWarning")
 def test_the_third_different_call_gives_varying_sizes_symbols(monkeypatch):
     """Dynamo alone has a symbol for a size from the capture on in which that size differs."""
-    known = list[set[int]]()
+    known, capturing = list[set[int]](), dynamo.capturing_for_plans
 
-    def mark(sizes):
-        known.append(set(sizes))
-        return nullcontext()
+    def capture(tell, sizes_vary, vary):
+        known.append(set(vary))
+        return capturing(tell, sizes_vary, known[-1])
 
-    monkeypatch.setattr(dynamo, "_marked", mark)
+    monkeypatch.setattr(dynamo, "capturing_for_plans", capture)
     layers = [nn.Sequential(nn.Conv2d(3, 3, 3), nn.GELU(), nn.Tanh()) for _ in range(4)]
     model = hiremate(nn.Sequential(*layers), "1 KiB", on_infeasible="warn", verbose=False)  # no size fits as it is
     for height, width in ((24, 24), (32, 24), (32, 40)):
