@@ -53,12 +53,12 @@ class Warnings:
     """Gives each warning once."""
 
     def __init__(self) -> None:
-        self._said = dict[str, str]()  # whole texts of warnings, by topic, or by text without the cause
+        self._said = set[str]()  # topics of warnings, or their texts if they have no topic
 
     def say(self, text: str, cause: str = "", topic: str = "") -> None:
         """Warn, once for each topic, or without a topic once for each text, whatever its cause."""
         if (topic or text) not in self._said:
-            self._said[topic or text] = text + cause
+            self._said.add(topic or text)
             warnings.warn(text + cause, HiRemateWarning, stacklevel=2)
 
 
@@ -69,6 +69,7 @@ class Announcements(Warnings):
         super().__init__()
         self._name = name
         self._breaks = dynamo.graph_breaks()
+        self._has_named_breaks = False  # whether a text has named the reasons of graph breaks
         self._captured = 0  # number of captured graphs when the latest step ended
         self._capturing_steps = 0  # number of consecutive steps that each captured something
         self._times = deque[tuple[float, float]](maxlen=PLANNING)  # seconds of the latest steps, and of their planning
@@ -77,6 +78,12 @@ class Announcements(Warnings):
         self._failed_guards = Counter[str]()  # failed guards before the last of `CAPTURES` steps
         self._retained = 0  # number of graphs retained for another backward when the latest step began
         self._retaining_steps = 0  # number of consecutive steps before which this number had grown
+
+    def say(self, text: str, cause: str = "", topic: str = "") -> None:
+        """Warn once, see `Warnings.say`; remember whether the reasons of graph breaks were named."""
+        if (topic or text) not in self._said:
+            self._has_named_breaks = self._has_named_breaks or ENDS in text + cause
+        super().say(text, cause, topic)
 
     def say_over(self, text: str) -> None:
         """Warn that a step takes more than its budget, with the reasons of graph breaks."""
@@ -91,10 +98,10 @@ class Announcements(Warnings):
     def take_split(self) -> str:
         """Return, once, the reasons of graph breaks as a line for the plan; "" for none, or if a warning has them."""
         why = self.why_uncaptured()
-        if not why or any(ENDS in text for text in self._said.values()):
+        if not why or self._has_named_breaks:
             return ""
+        self._has_named_breaks = True
         words = "The step is planned in parts; code between them has no plan, and the extra time is of the parts alone."
-        self._said["split"] = words + why
         return words + why
 
     def why_over(self) -> str:

@@ -83,7 +83,7 @@ def without_missing(captured: Captured, missing: frozenset[int], profile: Profil
         graph, profile = captured.made_from.without(missing, captured.sizes)
         return graph.reading_once(captured.overwritten), profile
     absence = find_absent(captured, missing)
-    assert absence.graph is not None, "something is missing"
+    assert absence.graph is not None, "found for gradients that are missing"
     graph = absence.graph
     gone = _gone(captured, absence)
     present = {

@@ -132,7 +132,7 @@ class PlanMaker:
         return concerned
 
     def announce(self) -> None:
-        """Tell the other processes which model this process trains."""
+        """Publish the key of this process's model to the other processes."""
         announce(runtime.process_group_store(), self._model_description)
 
     @cached_property

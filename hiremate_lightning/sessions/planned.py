@@ -447,8 +447,8 @@ class PlannedSignatures:
             tries.insert(0, as_it_is_now)
         if plan.solution.offloads:  # the allocator rounds up less without offloads
             tries.append(replace(corrected, margin_bytes=0, keeps_on_device=True))
-        for one in tries:
-            signature.step = self.maker.waiting.at(signature, one)
+        for tried_step in tries:
+            signature.step = self.maker.waiting.at(signature, tried_step)
             if self._plan(signature) is None:
                 log.info("%s: planned again, with less", text)
                 return

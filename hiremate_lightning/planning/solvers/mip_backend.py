@@ -95,7 +95,7 @@ def failure(backend: str) -> str:
     with _logs_of_python_mip() as logged:
         try:
             result = solve(program, SolveOptions(backend=backend), time_limit_s=10.0)
-        except Exception as error:  # python-mip raises a NameError if the library of CBC is missing
+        except Exception as error:  # any error is why it fails: a NameError if CBC's library is missing
             log.debug("%s does not work: %s", backend, logged, exc_info=True)
             return " ".join((logged or [f"{type(error).__name__}: {error}"])[-1].split())
     if result.status is not Status.OPTIMAL or abs(result.objective - 5.0) > 1e-6:

@@ -63,12 +63,12 @@ class _Traces:
                 copy = Copy(trace, call)
             except TorchDynamoException:
                 raise
-            except Exception as error:  # an error in code of torch or users: not alike
+            except Exception as error:  # PyTorch or user code may raise anything: this trace does not fit
                 log.debug("%s is traced: %s", kind.__name__, error)
                 continue
             try:
                 result = copy.make()
-            except Exception as error:  # or a copy that differs: added nodes can't be removed
+            except Exception as error:  # any error: the nodes that were added can't be removed
                 _traced_whole.add(call.tx.output.root_tx.f_code)
                 log.debug("%s is captured again, without copies", kind.__name__, exc_info=True)
                 raise UnspecializeRestartAnalysis(restart_reason="a copy of a module's trace failed") from error

@@ -294,7 +294,7 @@ AGAIN = [*((make_noisy, noise, None) for noise in NOISES), *((make_normed, norm,
 
 
 @pytest.mark.parametrize(("make", "name", "first"), AGAIN, ids=[name for _, name, _ in AGAIN])
-def test_what_is_drawn_and_norms_come_again_bit_for_bit(make, name, first):
+def test_random_results_and_norms_recompute_bit_for_bit(make, name, first):
     """What was drawn is compared with eager PyTorch, norms with those that are kept."""
     found = []
     for decide in (first, nothing_kept):
@@ -341,7 +341,7 @@ def test_softmaxes_over_what_they_read_are_those_of_eager(classes, dim):
 
 @pytest.mark.parametrize("classes", [37, 1024, 4096, 50257])
 @pytest.mark.parametrize("reduction", [0, 1], ids=["none", "mean"])
-def test_cross_entropy_by_rows_equals_that_of_eager(change_thresholds, classes, reduction):
+def test_cross_entropy_by_rows_equals_eager(change_thresholds, classes, reduction):
     change_thresholds(part_bytes=1)
     aten, rows = torch.ops.aten, 333
     logits = torch.randn(rows, classes, device="cuda").mul(9).bfloat16()

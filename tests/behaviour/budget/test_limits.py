@@ -65,7 +65,7 @@ LESS = Resident(120, 0, kept=AFTER.kept)
     ],
     ids=["as much", "more in another state", "a plan that fitted", "nothing fits, more resident", "less resident"],
 )
-def test_a_least_memory_plan_stays_until_a_step_takes_more(limits, least_of, state, peak_bytes, is_least, stays):
+def test_a_larger_step_ends_the_least_memory_plan(limits, least_of, state, peak_bytes, is_least, stays):
     assert limits.with_least(least_of, 210).stays(state, peak_bytes, is_least=is_least) is stays
     assert not limits.with_least(AFTER, 210).without_least().stays(AFTER, 210, is_least=True), "the step has changed"
 

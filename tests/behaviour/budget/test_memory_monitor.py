@@ -91,7 +91,7 @@ SPILLS: dict[str, tuple[str, list[Spill], str]] = {  # a budget, what allocates 
 
 
 @pytest.mark.parametrize(("budget", "spills", "words"), SPILLS.values(), ids=SPILLS)
-def test_an_allocation_outside_the_plan_names_its_place_once(budget: str, spills: list[Spill], words: str):
+def test_an_unplanned_allocation_names_its_line_once(budget: str, spills: list[Spill], words: str):
     with recorded() as said:
         fit(planned(budget), MemoryMonitor(every_n_steps=1), *spills)
     (text,) = said
@@ -106,7 +106,7 @@ def test_an_allocation_outside_the_plan_names_its_place_once(budget: str, spills
     ],
     ids=["tolerated", "in a validation"],
 )
-def test_what_is_tolerated_or_in_a_validation_is_not_announced(budget, options, spill, kind):
+def test_tolerated_spills_and_validations_give_no_warning(budget, options, spill, kind):
     fit(planned(budget), MemoryMonitor(every_n_steps=1, **options), spill, kind=kind)  # a warning would be an error
 
 

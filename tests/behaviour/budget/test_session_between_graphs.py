@@ -200,7 +200,7 @@ FORESEEN = {  # what makes the model, options of hiremate(), how many graphs are
 
 @pytest.mark.parametrize(("make", "options", "least", "tolerance"), FORESEEN.values(), ids=FORESEEN)
 @pytest.mark.filterwarnings("ignore:Nothing fits", "ignore:.*captured as a whole")
-def test_what_code_holds_frees_and_saves_is_foreseen(make, options, least, tolerance):
+def test_peaks_with_code_between_graphs_are_predicted(make, options, least, tolerance):
     torch.manual_seed(1)
     model = hiremate(make(), **{"budget": "1 GiB", "verbose": False, **options})
     take_steps(model, batch, 4, loss_of=lambda y: y.square().mean() if y.dim() else y)

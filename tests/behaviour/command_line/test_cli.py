@@ -635,7 +635,7 @@ class TestDoctor:
     @pytest.mark.parametrize(
         ("lost", "verdict"), [(("HIGHS",), Grade.KNOW), (("HIGHS", "CBC"), Grade.BAD)], ids=["one", "both"]
     )
-    def test_one_solver_suffices_and_none_is_a_problem(self, lost, verdict, monkeypatch):
+    def test_the_doctor_needs_one_of_the_two_solvers(self, lost, verdict, monkeypatch):
         monkeypatch.setattr(doctor, "backend_failure", lambda name: "no library" if name in lost else "")
         highs, _ = doctor.solvers()
         words = "no library; mend it with: pip install --force-reinstall highsbox"

@@ -312,7 +312,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("form", "options", "error", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_planned_is_refused_by_name(form, options, error, words):
+def test_steps_that_cannot_be_planned_are_refused_by_name(form, options, error, words):
     with pytest.raises(error, match=words):
         capture(lambda: losses(form), **options)
 

@@ -123,7 +123,7 @@ def test_shards_kept_on_the_cpu_are_refused():
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit.trace:FutureWarning")
-def test_what_cannot_be_planned_is_refused_by_name(make, words):
+def test_models_that_cannot_be_planned_are_refused_by_name(make, words):
     with pytest.raises(ConfigurationError, match=words):
         hiremate(make(), "50%")
 

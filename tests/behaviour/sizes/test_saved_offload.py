@@ -163,7 +163,7 @@ def test_values_changed_after_they_were_saved_are_as_saved():
     assert torch.equal(found, plain.cos() - (plain + 1).sin())
 
 
-def test_parts_with_versions_of_their_own_are_as_saved():
+def test_views_with_own_version_counters_come_back_as_saved():
     """As the gates of a GRU's cell: parts of one storage, each changed in place."""
     x = torch.randn(2, LEAST_OFFLOAD, requires_grad=True)
 

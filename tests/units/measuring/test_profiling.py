@@ -193,7 +193,7 @@ class Operation:
     [([0.9, 0.5, 0.7, 0.505, 0.6, 0.509, 0.4], 0.5, 6), ([90.0, 80.0, 70.0], 80.0, 2)],
     ids=["until three times agree", "a slow one, twice"],
 )
-def test_an_operation_is_timed_as_often_as_it_tells(times_ms, found_ms, runs):
+def test_an_operation_runs_until_its_time_is_known(times_ms, found_ms, runs):
     """The run that shows memory counts as timed."""
     run = Operation(*times_ms)
     cost = profiling._cost(run, CPU, (), 8, run.clock)

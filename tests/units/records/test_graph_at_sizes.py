@@ -55,7 +55,7 @@ def test_a_workspace_without_expression_is_bounded_from_above():
     assert at_sizes.at((101,))[1].workspace_bytes[1] == -(-700 * elements[1] // elements[0])
 
 
-def test_other_code_or_shapes_without_expression_are_told_apart():
+def test_other_code_and_inexpressible_shapes_are_refused():
     first, (graph, profile), last = (step_at(length) for (length,) in SIZES)
     odd = replace(graph, tensors=(replace(graph.tensors[0], shape=(9, 5)), *graph.tensors[1:]))
     other = replace(graph, nodes=(replace(graph.nodes[0], op="bmm"), graph.nodes[1]))

@@ -173,7 +173,7 @@ def test_bytes_that_outside_code_frees_later_live_until_then(step_of, given_byte
 
 
 @pytest.mark.parametrize(("sees_call", "live_bytes"), [(False, 900), (True, 700)])
-def test_what_is_stale_is_given_back_first_unless_its_end_is_known(sees_call, live_bytes):
+def test_stale_bytes_are_freed_first_if_their_end_is_unknown(sees_call, live_bytes):
     def live(held_bytes, given_bytes):
         first, last = two_calls(3, gap_after_first=Gap(held_bytes, held_bytes), gap_after_second=Gap(-given_bytes, 0))
         if sees_call:

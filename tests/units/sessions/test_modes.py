@@ -100,7 +100,7 @@ def test_a_step_runs_in_the_first_mode_that_is_open_to_it(known, mode):
         ({"fits_by_others": True, "has_plan": True, "may_need_more": True}, Mode.LEAST),
     ],
 )
-def test_a_captured_graph_runs_in_the_first_mode_that_is_open_to_it(known, mode):
+def test_a_captured_graph_runs_in_the_first_open_mode(known, mode):
     facts = {"may_need_more": False, "has_plan": False, "fits_by_others": False, **known}
     may_need_more, has_plan, fits_by_others = facts.values()
     assert mode_of(GraphFacts(may_need_more, has_plan, lambda: fits_by_others)) is mode

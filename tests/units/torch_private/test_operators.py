@@ -72,7 +72,7 @@ def test_common_calls_have_a_faster_function(target, args, kwargs):
 
 
 @pytest.mark.parametrize(("target", "args", "kwargs"), (FAST | OTHERS).values(), ids=FAST | OTHERS)
-def test_what_is_called_gives_the_same(target, args, kwargs):
+def test_a_faster_function_gives_the_same_result(target, args, kwargs):
     expected = target(*args, **kwargs)
     found = shortest(node_of(target, *args, **kwargs))(*args, **kwargs)
     for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, expected)), strict=True):
@@ -80,7 +80,7 @@ def test_what_is_called_gives_the_same(target, args, kwargs):
         assert one.stride() == other.stride()
 
 
-def test_what_no_function_does_the_same_is_called_as_it_is():
+def test_operators_without_an_equal_function_are_called_as_such():
     """`torch.mul` with a number calls `mul.Tensor`, which is not what was captured; other forms are looked at anew."""
     assert shortest(node_of(aten.mul.Tensor, X, X)) is torch.mul
     for number in (2.0, 3):
