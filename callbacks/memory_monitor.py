@@ -12,9 +12,9 @@ from hiremate_lightning.callbacks.planning import planner_of
 from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.measuring.resident_memory import WATCHED_STEPS, ResidentMemory
 from hiremate_lightning.memory.metering import Interval, MemoryMeter
-from hiremate_lightning.messages import Warnings
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.plan_summary import PREFIX
+from hiremate_lightning.sessions.messages import Warnings
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private.tensor_state import tensors_among
 from hiremate_lightning.units import format_bytes

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, Plan, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.messages import CLEARLY_MORE
+from hiremate_lightning.sessions.messages import CLEARLY_MORE
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.units import parse_budget

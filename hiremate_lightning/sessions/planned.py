@@ -22,7 +22,6 @@ from ..calls.given import ModuleCall
 from ..housekeeping import collecting_what_it_leaves
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
-from ..messages import PlanReports
 from ..out_of_memory import explain
 from ..planning.headroom import GUARD_BYTES, Short, first_short
 from ..planning.plan import Plan
@@ -36,6 +35,7 @@ from ..units import Budget, format_bytes
 from .current_step import CurrentStep
 from .graph_programs import GraphPrograms
 from .largest import calls_at
+from .messages import PlanReports
 from .plan_maker import Fits, PlanMaker
 from .planned_model import PlannedModel
 from .waiting import Holds

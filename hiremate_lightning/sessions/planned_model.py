@@ -8,14 +8,15 @@ from contextlib import ExitStack
 from torch import nn
 
 from ..measuring.resident_memory import ResidentMemory
-from ..messages import Announcements, FirstWait
 from ..options import SessionOptions
 from ..proofs.proof import Proofs
 from ..reporting.report import Reporter
 from ..rewriting.kernels import FusedKernels
 from ..signatures.history import History
 from ..signatures.watching import WatchPolicy
+from .first_wait import FirstWait
 from .largest import LargestSizes
+from .messages import Announcements
 from .offloading import Offloading
 from .parts import Parts
 

@@ -24,7 +24,6 @@ from ..capturing.backend import capture_opaque, planning_backend
 from ..capturing.capture import Captured
 from ..capturing.same_captures import SameCaptures
 from ..errors import CaptureError
-from ..messages import modules_without_parts, transforms_in
 from ..options import SessionOptions
 from ..planning.plan import Plan
 from ..planning.solvers import worker
@@ -38,8 +37,10 @@ from ..torch_private.tensor_state import tensors_among
 from ..units import Budget
 from .calls_without_gradients import CallsWithoutGradients
 from .eager_steps import EagerSteps
+from .first_wait import modules_without_parts
 from .graph_programs import GraphPrograms
 from .largest import Arguments, VaryingSizes
+from .messages import transforms_in
 from .modes import GivenBack
 from .new_sizes import NewSizes
 from .plan_maker import PlanMaker

@@ -22,7 +22,7 @@ from torch import nn
 from ..calls.given import BeforeCall
 from ..calls.slots import Called, Slot, WaitingSlots, reason_of_others, refuse, refuse_each, slot_for
 from ..errors import SecondDerivativeError
-from ..messages import transforms_in
+from ..sessions.messages import transforms_in
 from ..sessions.session import Session
 from ..torch_private import backward_pass, dynamo, hooks, sharding, tensor_state
 from .candidates import Candidates, Target, has_weights, parts_with_weights

@@ -43,7 +43,6 @@ ORDER = (
     "proofs",
     "calls",
     "signatures",
-    "messages",
     "sessions",
     "targets",
     "sizes",

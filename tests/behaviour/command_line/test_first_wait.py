@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.messages import FirstWait, modules_without_parts
 from hiremate_lightning.planning.plan import PlanningTime
+from hiremate_lightning.sessions.first_wait import FirstWait, modules_without_parts
 from tests.exact import take_steps
 
 TOOK = PlanningTime(capture_s=20.0, profile_s=4.0, solve_s=7.0, prove_s=3.0)

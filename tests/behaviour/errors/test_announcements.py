@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hiremate_lightning.messages import PLANNING, RETAINING, Announcements
+from hiremate_lightning.sessions.messages import PLANNING, RETAINING, Announcements
 from tests.life import recorded
 
 

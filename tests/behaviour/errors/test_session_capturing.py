@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.messages import CAPTURES
+from hiremate_lightning.sessions.messages import CAPTURES
 from hiremate_lightning.targets import entry_points
 from hiremate_lightning.torch_private import dynamo
 from tests.exact import assert_same, network, quiet

@@ -12,9 +12,9 @@ from rich.console import Console
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.messages import Announcements, PlanReports
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.report import Reporter
+from hiremate_lightning.sessions.messages import Announcements, PlanReports
 from hiremate_lightning.signatures.step_signature import StepSignature
 from tests.exact import take_steps
 from tests.tiny import blocks_plan

@@ -1,4 +1,4 @@
-"""Messages to users while a model trains: warnings, why a plan or a budget changed, and how long the first plan takes.
+"""Messages to users while a model trains: warnings, and why a plan or a budget changed.
 
 `Announcements` has the warnings that need counts or plans. Other warnings stand in the one module that gives them, by
 `say`; docs/troubleshooting.md explains all of them. `PlanReports` reports new plans and their measurements.
@@ -6,25 +6,19 @@
 
 from __future__ import annotations
 
-import timeit
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
-from torch import nn
-
-from . import thresholds
-from .errors import HiRemateWarning
-from .housekeeping import JsonFile
-from .planning.headroom import largest_words
-from .planning.plan import Plan, PlanningTime, plan_title
-from .records.schedule import keep_all, lower
-from .records.simulation import simulate
-from .reporting.report import Reporter
-from .signatures.step_signature import StepSignature
-from .torch_private import dynamo
-from .units import format_bytes
+from ..errors import HiRemateWarning
+from ..planning.headroom import largest_words
+from ..planning.plan import Plan, plan_title
+from ..records.schedule import keep_all, lower
+from ..records.simulation import simulate
+from ..reporting.report import Reporter
+from ..signatures.step_signature import StepSignature
+from ..torch_private import dynamo
+from ..units import format_bytes
 
 CAPTURES = 8  # warn after so many consecutive steps that each captured something
 RETAINING = 4  # warn after so many consecutive steps before which the number of retained graphs had grown
@@ -38,10 +32,6 @@ CLEARLY_MORE = 1.1  # warn again if nothing fits and a peak is so many times as 
 CLEARLY = 0.002  # report a change of the budget by more than this share
 ENDS = " What ends its graphs: "
 BATCH = "batch"  # the kind of resident bytes that changes from step to step
-BASE_S = 1.0  # seconds of the first capture of a process
-MODULE_S = 0.1  # seconds for each leaf module: a BERT of 6 layers has 81, and took 9 s of an idle core
-OPERATION_S = 0.03  # seconds for each operation as torch.compile reads it
-MOST_SLOWER = 4.0  # most by which this machine is taken to be slower than that core
 
 
 def transforms_in(name: str) -> str:
@@ -305,48 +295,3 @@ def _more(verb: str, before: Mapping[str, int], now: Mapping[str, int]) -> str:
     """Return in words which kind of resident bytes has grown most before a step; "" if none has."""
     size, name = max(((size - before.get(name, 0), name) for name, size in now.items()), default=(0, ""))
     return f"{format_bytes(size)} of {name} {verb}" if size > 0 else ""
-
-
-# ---------------------------------------------------------------- the first plan
-
-
-class FirstWait:
-    """Estimates the seconds until the first plan of a model, and stores them for the next run.
-
-    Most of the time is Python: torch.compile's capture, and the proof of captured code. It grows with the number of
-    modules, and with the time that a short Python loop takes now. If there is a folder for plans, a file in it has the
-    seconds of an earlier run of the same model, which are returned instead.
-    """
-
-    def __init__(self, folder: Path | None, describe: Callable[[], str]) -> None:
-        self._folder, self._describe = folder, describe
-        self._is_noted = False
-
-    def expected_s(self, modules: int, operations: int = 0) -> float:
-        """Return about how many seconds it will take, by the numbers of leaf modules and of captured operations."""
-        known_s = self._file().read(lambda data: float(data["seconds"]))
-        if known_s is not None:
-            return known_s
-        # The fastest of a few runs of a short loop: another process may take the core for a moment.
-        loops_s = timeit.repeat("for number in range(50_000): number * number % 7", number=1, repeat=5)
-        slower = min(max(0.5, 1000 * min(loops_s) / thresholds.current.usual_loop_ms), MOST_SLOWER)
-        return slower * (BASE_S + MODULE_S * modules + OPERATION_S * operations)
-
-    def took(self, planning: PlanningTime) -> None:
-        """Store, after the first plan, the seconds that the next run needs again: those of capture and proof."""
-        if not self._is_noted:
-            self._is_noted = True
-            self._file().write({"seconds": planning.capture_s + planning.prove_s})
-
-    def _file(self) -> JsonFile:
-        path = None if self._folder is None else self._folder / f"wait-{self._describe()}.json"
-        return JsonFile(
-            path,
-            "Ignored the seconds of planning in %s: %s",
-            "Could not keep the seconds of planning in %s (%s); the next run guesses them",
-        )
-
-
-def modules_without_parts(root: nn.Module) -> int:
-    """Return the number of leaf modules."""
-    return sum(next(module.children(), None) is None for module in root.modules())
