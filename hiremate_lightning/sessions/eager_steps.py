@@ -18,14 +18,14 @@ from ..memory.allocator import free_bytes
 from ..signatures.eager_predictions import CapturedStep, EagerPredictions
 from ..signatures.step_signature import StepSignature
 from .current_step import CurrentStep
-from .modes import RECORDS, Eager, GivenBack, Mode, StepFacts, mode_of
+from .modes import Eager, GivenBack, StepFacts, step_mode
 from .new_sizes import NewSizes
 from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 
 
 class EagerSteps:
-    """Collects the facts by which `mode_of` chooses the mode of a step, and corrects predictions by eager steps."""
+    """Collects the facts by which `step_mode` chooses the mode of a step, and corrects predictions by eager steps."""
 
     def __init__(self, model: PlannedModel, planned: PlannedSignatures, new_sizes: NewSizes) -> None:
         self._model, self._planned, self._new_sizes = model, planned, new_sizes
@@ -110,18 +110,16 @@ class EagerSteps:
 
     def _choose(self, step: CurrentStep, likely: StepSignature) -> Eager | None:
         """Return the record of the eager mode of a step that likely has a signature; None if it is captured."""
-        facts = StepFacts(
-            step.calls,
-            likely,
-            step.eager,
-            self._predictions,
-            self._offloading,
-            self._sizes_vary,
-            self._room_bytes,
-            partial(free_bytes, self._model.memory.device),
-            partial(self._is_worth_capturing, step.calls, likely),
+        return step_mode(
+            StepFacts(
+                step.calls,
+                likely,
+                step.eager,
+                self._predictions,
+                self._offloading,
+                self._sizes_vary,
+                self._room_bytes,
+                partial(free_bytes, self._model.memory.device),
+                partial(self._is_worth_capturing, step.calls, likely),
+            )
         )
-        mode = mode_of(facts)
-        if mode is Mode.CAPTURED or facts.prediction is None:
-            return None
-        return RECORDS[mode].of(facts, facts.prediction)

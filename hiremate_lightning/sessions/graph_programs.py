@@ -35,7 +35,7 @@ from ..signatures.recorded_step import foresee
 from ..signatures.step_signature import GraphNumbers, StepSignature
 from ..torch_private import runtime
 from .current_step import CurrentStep, Followed, Forward
-from .modes import GraphFacts, Mode, mode_of
+from .modes import GraphFacts, Mode, graph_mode
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
 
@@ -90,7 +90,7 @@ class GraphPrograms:
         profile, ran = self._parts.costs_of(part), (*step.graphs, part.number)
         planned = self._history.choose(ran, step.expected, step.start, partial(self._fits_beside, step))
         take_over = partial(self._take_over, step, part, ran)
-        mode = mode_of(GraphFacts(step.is_unknown, planned[0] is not None, lambda: take_over() is not None))
+        mode = graph_mode(GraphFacts(step.is_unknown, planned[0] is not None, lambda: take_over() is not None))
         if mode is Mode.OTHER_SIZES and (taken_over := take_over()) is not None:
             return taken_over
         signature, program = planned if mode is Mode.PLANNED else (None, None)

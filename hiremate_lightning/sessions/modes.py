@@ -1,4 +1,4 @@
-"""The modes of steps and of captured graphs, and the rules that choose them: `mode_of`, in order.
+"""The modes of steps and of captured graphs, and the rules that choose them: `step_mode` and `graph_mode`, in order.
 
 `StepFacts` finds out here what the rules ask of a step; `graph_programs` finds out what they ask of a captured graph.
 A step that runs eager has a record of its mode, which says what to measure in the step and what to do with the result.
@@ -7,9 +7,9 @@ A step that runs eager has a record of its mode, which says what to measure in t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import Any, ClassVar
@@ -31,24 +31,30 @@ class Mode(Enum):
     GIVEN_BACK = "eager, its plan given back"
     EAGER = "eager"
     OFFLOADED = "eager, saved values offloaded"
-    CAPTURED = "captured: each of its graphs runs in one of the following modes"
     PLANNED = "by a plan"
     OTHER_SIZES = "by what was decided for the same code at other sizes"
     LEAST = "at the least memory"
 
 
-def mode_of(facts: StepFacts | GraphFacts) -> Mode:
-    """Return the mode of a step that begins, or of a captured graph: by the first rule that applies."""
-    if isinstance(facts, StepFacts):
-        if facts.gains_nothing:  # a later call may show that the step has another signature
-            return Mode.GIVEN_BACK if facts.is_similar else Mode.CAPTURED
-        if facts.needs_plan:
-            return Mode.CAPTURED
-        if facts.fits:
-            return Mode.EAGER
-        if facts.begun is None and facts.is_worth_capturing():
-            return Mode.CAPTURED
-        return Mode.OFFLOADED if facts.fits_offloaded else Mode.CAPTURED
+def step_mode(facts: StepFacts) -> Eager | None:
+    """Return the record of the mode in which a step runs eager; None if it is captured. The first rule decides."""
+    if facts.needs_plan:
+        return None
+    prediction = facts.prediction
+    if prediction is None:  # it may not fit eager
+        return None
+    if facts.gains_nothing:  # a later call may show that the step has another signature
+        given_back = GivenBack(prediction, facts.likely, is_at_its_sizes=bool(facts.alike))
+        return given_back if facts.is_similar(prediction) else None
+    if not prediction.saves_memory:
+        return Eager(prediction, facts.likely)
+    if facts.begun is None and facts.is_worth_capturing():
+        return None
+    return Offloaded(prediction, facts.likely, facts.offloading) if facts.may_offload(prediction) else None
+
+
+def graph_mode(facts: GraphFacts) -> Mode:
+    """Return the mode of a captured graph: by the first rule that applies."""
     if facts.may_need_more:
         return Mode.LEAST
     if facts.has_plan:
@@ -103,30 +109,21 @@ class StepFacts:
         return decide(eager_bytes, self.free_bytes)
 
     @property
-    def is_similar(self) -> bool:
-        """Whether it may run eager: called like the signature, shown to take no more, or at most `SIMILAR` as large."""
-        if self.prediction is None or (self.alike and self.likely not in self.alike):
-            return False
-        is_much_more = self.prediction.captured_bytes > SIMILAR * self.likely.own_plan.unplanned.peak_bytes
-        return bool(self.alike or self.likely.is_given_back or not is_much_more)
-
-    @property
     def needs_plan(self) -> bool:
-        """Whether a planned signature is called so: its plan recomputes, or no step ran eager for its sizes yet."""
+        """Whether a planned signature is called so, and gains: its plan recomputes, or no other sizes ran eager yet."""
         are_plain = all(signature.own_plan.solution.is_plain for signature in self.alike)
-        return bool(self.alike) and not (self.sizes_vary and are_plain)
+        return bool(self.alike) and not self.gains_nothing and not (self.sizes_vary and are_plain)
 
-    @property
-    def fits(self) -> bool:
-        """Whether it fits eager, with nothing offloaded."""
-        return self.prediction is not None and not self.prediction.saves_memory
+    def is_similar(self, prediction: Prediction) -> bool:
+        """Whether it may run eager: called like the signature, shown to take no more, or at most `SIMILAR` as large."""
+        if self.alike:
+            return self.likely in self.alike
+        is_much_more = prediction.captured_bytes > SIMILAR * self.likely.own_plan.unplanned.peak_bytes
+        return bool(self.likely.is_given_back) or not is_much_more
 
-    @property
-    def fits_offloaded(self) -> bool:
-        """Whether it fits with its saved tensors offloaded; a step that has begun so goes on."""
-        if self.prediction is None:
-            return False
-        return self.begun is not None or self.offloading.has_room(self.prediction.offloaded_bytes)
+    def may_offload(self, prediction: Prediction) -> bool:
+        """Whether there is memory for its offloaded tensors; a step that has begun so goes on."""
+        return self.begun is not None or self.offloading.has_room(prediction.offloaded_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +145,6 @@ class Eager:
     mode: ClassVar[Mode] = Mode.EAGER
     prediction: Prediction  # the bytes that it takes
     likely: StepSignature  # the signature whose code it is expected to run
-
-    @classmethod
-    def of(cls, facts: StepFacts, prediction: Prediction) -> Eager:
-        """Return the record of a step with these facts."""
-        return cls(prediction, facts.likely)
 
     def around(self, arguments: Any) -> AbstractContextManager[None]:
         """Return the context in which a call of the step runs."""
@@ -187,12 +179,7 @@ class Offloaded(Eager):
     """A step runs eager, and fits since its saved tensors are offloaded until the backward reads them."""
 
     mode: ClassVar[Mode] = Mode.OFFLOADED
-    offloading: Offloading = field(kw_only=True)  # offloads the saved tensors
-
-    @classmethod
-    def of(cls, facts: StepFacts, prediction: Prediction) -> Offloaded:
-        """Return the record of a step with these facts."""
-        return cls(prediction, facts.likely, offloading=facts.offloading)
+    offloading: Offloading  # offloads the saved tensors
 
     @contextmanager
     def around(self, arguments: Any) -> Iterator[None]:
@@ -214,12 +201,7 @@ class GivenBack(Eager):
     """A step runs eager, since the plan of its likely signature gains nothing."""
 
     mode: ClassVar[Mode] = Mode.GIVEN_BACK
-    is_at_its_sizes: bool = field(kw_only=True)  # whether its calls have the types and shapes of the planned step
-
-    @classmethod
-    def of(cls, facts: StepFacts, prediction: Prediction) -> GivenBack:
-        """Return the record of a step with these facts."""
-        return cls(prediction, facts.likely, is_at_its_sizes=bool(facts.alike))
+    is_at_its_sizes: bool  # whether its calls have the types and shapes of the planned step
 
     def describe(self) -> str:
         """Describe such steps for the user."""
@@ -254,6 +236,3 @@ class GivenBack(Eager):
         self.likely.is_given_back = False
         text = "A step without its plan took more than the budget: such steps run by their plan again."
         model.announcements.say(text, took)
-
-
-RECORDS: Mapping[Mode, type[Eager]] = {record.mode: record for record in (Eager, Offloaded, GivenBack)}
