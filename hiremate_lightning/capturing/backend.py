@@ -19,11 +19,12 @@ from torch import fx
 from torch.nn import functional as F
 
 from ..errors import CaptureError
-from ..rewriting import assignments, casts, losses, pooling
+from ..rewriting import casts
 from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, casts_alone, likely_terms, sums_alone
-from ..rewriting.fusion import fuse
+from ..rewriting.joint import Joint, Source
 from ..rewriting.kernels import FusedKernels, as_eager
 from ..rewriting.nodes import drop_unread, forward_nodes
+from ..rewriting.passes import run_passes
 from ..rewriting.straight_line import compiled
 from ..torch_private import aot, autocasting, backward_pass, captured_code, compiled_by_torch, tensor_state
 from ..torch_private.eager_tracing import traced_as_eager
@@ -153,7 +154,7 @@ class _Compilation:
         self._at_other_sizes: Any = None  # the part of other sizes that runs at the moment in place of `part`
         self._make_part, self._kernels, self._serves_other_sizes = make_part, kernels, serves_other_sizes
         self._parameters: frozenset[int] = frozenset()
-        self._blocks: dict[casts.Source, int] = {}
+        self._blocks: dict[Source, int] = {}
         self.contributions = Contributions((), {})  # of the current trace
         self._captured: Captured | None = None
 
@@ -205,30 +206,18 @@ class _Compilation:
         return run
 
     def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
-        contributions = self.contributions
         finished = order_of_gradients(joint, num_fwd_outputs)
-        self._rewrite(joint, num_fwd_outputs)
+        drop_unread(joint.graph)
+        self.contributions.hand_over(joint, num_fwd_outputs)
+        rewritten = Joint(
+            joint, num_fwd_outputs, self._parameters, self._blocks, self.contributions.of_any_type, self._kernels
+        )
+        run_passes(rewritten)
         captured = capture(joint, num_fwd_outputs, self._parameters)
-        terms = sums_alone(captured.backward_outputs, contributions.of_leaves)
-        cast_terms = casts_alone(captured.backward_outputs, contributions.of_casts)
+        terms = sums_alone(captured.backward_outputs, self.contributions.of_leaves)
+        cast_terms = casts_alone(captured.backward_outputs, rewritten.terms_of_casts)
         self._captured = replace(captured, terms=terms, cast_terms=cast_terms, finished=finished)
         return _stub_modules(self._captured)
-
-    def _rewrite(self, joint: fx.GraphModule, forward_count: int) -> None:
-        """Run all passes over a joint graph, whose forward returns so many outputs."""
-        contributions = self.contributions
-        joint.graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure())
-        casts.show_types_of_norms(joint)
-        contributions.hand_over(joint, forward_count)
-        drop_unread(joint.graph)
-        contributions.of_casts = casts.share(joint, forward_count, self._parameters, self._blocks)
-        casts.leave_out(joint, forward_count, contributions.of_other_types)
-        drop_unread(joint.graph)
-        for rewrite in (assignments.gather, assignments.leave_out_views, losses.join, pooling.join):
-            rewrite(joint)
-            drop_unread(joint.graph)
-        if self._kernels is not None:
-            fuse(joint, forward_count, self._kernels)
 
     def _forward(self, _: fx.GraphModule, __: Sequence[Any]) -> aot.Boxed:
         assert self._captured is not None, "AOTAutograd compiles a forward only after it partitioned"

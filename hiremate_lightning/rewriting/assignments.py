@@ -21,6 +21,7 @@ from torch import fx
 
 from ..torch_private import aot, tensor_state
 from . import nodes
+from .joint import Joint
 
 aten = torch.ops.aten
 
@@ -90,17 +91,19 @@ def _fill(result: torch.Tensor, parts: Sequence[Any]) -> torch.Tensor:
     return result
 
 
-def gather(joint: fx.GraphModule) -> None:
-    """Rewrite a joint graph so that each assignment is one operation."""
-    graph = joint.graph
-    for node in list(graph.nodes):
+def gather(joint: Joint) -> None:
+    """Make each assignment one operation."""
+    for node in list(joint.graph.nodes):
         _stand_alone(node)
-    _copy_gradients_once(joint)
-    for node in reversed(list(graph.nodes)):
+    _copy_gradients_once(joint.module)
+    for node in reversed(list(joint.graph.nodes)):
         if node.target in _SCATTERS and node.users:  # a scatter without users was a step of a gathered assignment
             _gather_steps(node)
-    nodes.drop_unread(graph)
-    for node in graph.find_nodes(op="call_function", target=assign):
+
+
+def merge_with_bases(joint: Joint) -> None:
+    """Let each assignment create its base if the base is only filled, and join consecutive assignments to one base."""
+    for node in joint.graph.find_nodes(op="call_function", target=assign):
         _merge_with_base(node)
 
 
@@ -237,7 +240,7 @@ _NOTHING = (aten.detach.default, aten.alias.default)  # without effect in a grap
 _TO_THE_END = 2**63 - 1
 
 
-def leave_out_views(joint: fx.GraphModule) -> None:
+def leave_out_views(joint: Joint) -> None:
     """Make nodes read a value itself in place of a view with the same shape and elements; removes pairs of views."""
     output = joint.graph.output_node()
     for node in joint.graph.nodes:

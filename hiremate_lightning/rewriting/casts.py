@@ -12,19 +12,19 @@ each value, and removes that cast, which would be a copy.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..torch_private import aot, autocasting, tensor_state
-from .contributions import TermCounts, arrivals
+from .contributions import arrivals
+from .joint import Joint, Source
 from .nodes import show_as, values_of
 
 aten = torch.ops.aten
 
-Source = tuple[int, str]  # the captured node that made a traced node: identity of its graph, its name
 BLOCK_AROUND = 0  # number of the autocast block that is open when the captured graph is called
 _CASTS_BY_HAND = tuple(("call_method", name) for name in ("to", "type", "type_as", "bfloat16", "half"))
 
@@ -58,27 +58,21 @@ def outermost_autocasts(module: fx.GraphModule) -> dict[Source, int]:
     return blocks
 
 
-def share(
-    joint: fx.GraphModule, forward_outputs: int, parameters: Collection[int], blocks: Mapping[Source, int]
-) -> TermCounts:
+def share(joint: Joint) -> None:
     """Cast each parameter once per autocast block, and add up its gradients in the type of the cast.
 
-    `parameters` are positions among the inputs, `blocks` is the result of `outermost_autocasts`.
-
-    Returns:
-        The number of terms of the gradient in the type of the cast, by position of the parameter, for parameters that
-        are cast once and only in `BLOCK_AROUND`: in eager PyTorch, other calls in that block share the cast.
+    If a parameter is cast once and only in `BLOCK_AROUND`, other calls in that block share the cast in eager PyTorch.
+    For these parameters `joint.terms_of_casts` gets the number of terms of the gradient in the type of the cast.
     """
-    cast_around: dict[int, int] = {}
     backwards: dict[int, list[fx.Node]] = {}
     for node in _casts(joint):
         if node.meta.get("autograd_backward"):
             backwards.setdefault(node.meta["seq_nr"], []).append(node)
-    for position, (primal, _) in enumerate(aot.inputs_with_gradients(joint, forward_outputs)):
-        uses = list(primal.users) if aot.input_position(primal) in parameters else []
+    for position, (primal, _) in enumerate(joint.inputs_with_gradients()):
+        uses = list(primal.users) if aot.input_position(primal) in joint.parameters else []
         casts: dict[tuple[Any, int], list[fx.Node]] = {}
         for user in uses:
-            if (block := _block_of(user, blocks)) is not None:
+            if (block := _block_of(user, joint.blocks)) is not None:
                 casts.setdefault((user.kwargs["dtype"], block), []).append(user)
         for first, *repeats in casts.values():
             if not repeats:
@@ -87,28 +81,27 @@ def share(
             ends = {n for cast in (first, *repeats) for n in backwards.get(cast.meta["seq_nr"], ())}
             # A cast without gradients has the sequence number of the next operation, so also compare shape and dtype.
             terms = sorted(n for n in ends if (n.meta["val"].shape, n.meta["val"].dtype) == like)
-            gradient = dict(aot.inputs_with_gradients(joint, forward_outputs))[primal]
+            gradient = dict(joint.inputs_with_gradients())[primal]
             if gradient is None or _add_up_before_casting(terms, gradient):
                 for cast in repeats:
                     cast.replace_all_uses_with(first)
                     joint.graph.erase_node(cast)
         if len(primal.users) == 1 and [block for _, block in casts] == [BLOCK_AROUND]:
-            cast_around[position] = sum(map(len, casts.values()))
-    return cast_around
+            joint.terms_of_casts[position] = sum(map(len, casts.values()))
 
 
-def leave_out(joint: fx.GraphModule, forward_outputs: int, positions: Sequence[int]) -> None:
-    """Remove the casts of gradients of the inputs at these positions, which accept gradients of any type.
+def leave_out(joint: Joint) -> None:
+    """Remove the casts of the gradients of inputs that accept gradients of any type.
 
     Autograd does not cast such gradients, but a trace does: its cast has the sequence number of another operation.
     """
-    if not positions:
+    if not joint.of_any_type:
         return
     casts = _casts(joint)
     written = {cast.meta.get("seq_nr") for cast in casts if not cast.meta.get("autograd_backward")}
     added = {c for c in casts if c.meta.get("autograd_backward") and c.meta["seq_nr"] not in written}
-    gradients = [gradient for _, gradient in aot.inputs_with_gradients(joint, forward_outputs)]
-    for gradient in (gradients[position] for position in positions):
+    gradients = [gradient for _, gradient in joint.inputs_with_gradients()]
+    for gradient in (gradients[position] for position in joint.of_any_type):
         arrived: list[Any] = arrivals(gradient) or [(gradient, gradient)]
         (first, _), *rest = [(term.args[0] if term in added else term, at) for term, at in arrived]
         total = _sum(first, rest)
@@ -116,7 +109,7 @@ def leave_out(joint: fx.GraphModule, forward_outputs: int, positions: Sequence[i
             gradient.replace_all_uses_with(total, delete_user_cb=lambda user: user.op == "output")
 
 
-def _casts(joint: fx.GraphModule) -> list[fx.Node]:
+def _casts(joint: Joint) -> list[fx.Node]:
     return list(joint.graph.find_nodes(op="call_function", target=aten._to_copy.default))
 
 
@@ -175,7 +168,7 @@ _PARAMETERS = {
 _STATISTICS = (1, 2)  # positions of the statistics among the results
 
 
-def show_types_of_norms(joint: fx.GraphModule) -> None:
+def show_types_of_norms(joint: Joint) -> None:
     """Set the dtypes that norms on the CPU really return, and remove the casts of their gradients."""
     for target, positions in _PARAMETERS.items():
         for norm in joint.graph.find_nodes(op="call_function", target=target):

@@ -68,14 +68,13 @@ class Contributions:
     def __init__(self, inputs: Sequence[Any], terms: TermCounts, is_settled: bool = False) -> None:
         self._is_settled, self._count = is_settled, len(inputs)
         self._with_gradient = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and v.requires_grad]
-        self.of_other_types = [i for i in self._with_gradient if takes_other_gradients(inputs[i])]  # accept any dtype
+        self.of_any_type = [i for i in self._with_gradient if takes_other_gradients(inputs[i])]
         strided = [i for i in self._with_gradient if inputs[i].layout is torch.strided]
         # Dynamo guards on which inputs are parameters; any other input may be a leaf or computed, from call to call.
         self._leaves = [i for i in strided if isinstance(inputs[i], torch.nn.Parameter)]
         self._computed = [i for i in strided if i not in self._leaves]
         self.readers: list[int] = []  # number of autograd edges into each input with gradient, counted by the trace
         self.of_leaves: TermCounts = {}  # for parameters whose gradients have several terms
-        self.of_casts: TermCounts = {}  # the result of `casts.share`
         self.terms: TermCounts = {position: count for position, count in terms.items() if position in self._computed}
         self._added = [(position, term) for position, count in self.terms.items() for term in range(1, count)]
 

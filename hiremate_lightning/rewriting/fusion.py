@@ -24,6 +24,7 @@ from torch import fx
 from ..torch_private import aot, tensor_state
 from . import nodes
 from .decomposing import decompose
+from .joint import Joint
 from .kernels import FusedKernels
 
 aten = torch.ops.aten
@@ -72,11 +73,13 @@ _FLOATS = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 _DTYPES = _FLOATS | {torch.bool, torch.uint8, torch.int32, torch.int64}
 
 
-def fuse(joint: fx.GraphModule, num_forward: int, kernels: FusedKernels) -> None:
-    """Replace groups of nodes by fused kernels in a graph without dead code; its forward has `num_forward` outputs."""
+def fuse(joint: Joint) -> None:
+    """Replace groups of nodes by fused kernels in a graph without dead code, if there is a cache for kernels."""
+    if joint.kernels is None:
+        return
     statistics = decompose(joint.graph)
-    outputs, *_ = aot.joint_outputs(joint, num_forward)
-    joint.graph = _Fuser(joint, outputs, kernels).run(statistics)
+    outputs, *_ = aot.joint_outputs(joint.module, joint.forward_outputs)
+    joint.module.graph = _Fuser(joint.module, outputs, joint.kernels).run(statistics)
 
 
 @dataclass(eq=False)

@@ -19,6 +19,7 @@ from torch import fx
 from .. import thresholds
 from ..torch_private import tensor_state
 from . import nodes
+from .joint import Joint
 from .kernels import parts_of
 
 aten = torch.ops.aten
@@ -137,10 +138,10 @@ nodes.register(
 )
 
 
-def join(joint: fx.GraphModule) -> None:
+def join(joint: Joint) -> None:
     """Replace each large cross entropy of a joint graph by one operation, and its gradient by another."""
     losses = joint.graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default)
-    written = nodes.written_storages(joint) if losses else set()
+    written = nodes.written_storages(joint.module) if losses else set()
     for forward in losses:
         backward = _derivative_of(forward)
         if backward is not None:

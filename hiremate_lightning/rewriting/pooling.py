@@ -19,6 +19,7 @@ from torch import fx
 from .. import thresholds
 from ..torch_private import tensor_state
 from . import nodes
+from .joint import Joint
 from .kernels import memory_format_of, parts_of, waves
 
 aten = torch.ops.aten
@@ -81,7 +82,7 @@ def _first_elements(
     return first
 
 
-def join(joint: fx.GraphModule) -> None:
+def join(joint: Joint) -> None:
     """Make max pools save places within windows, if only the gradients of the pools read the places."""
     for dims, (pool, backward) in _OPERATORS.items():
         for node in joint.graph.find_nodes(op="call_function", target=pool.default):
