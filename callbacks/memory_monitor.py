@@ -10,11 +10,12 @@ from lightning.pytorch.callbacks import Callback
 
 from hiremate_lightning.callbacks.planning import planner_of
 from hiremate_lightning.errors import ConfigurationError
+from hiremate_lightning.housekeeping import Once
 from hiremate_lightning.measuring.resident_memory import WATCHED_STEPS, ResidentMemory
 from hiremate_lightning.memory.metering import Interval, MemoryMeter
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.plan_summary import PREFIX
-from hiremate_lightning.sessions.messages import Warnings
+from hiremate_lightning.sessions.messages import warn
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private.tensor_state import tensors_among
 from hiremate_lightning.units import format_bytes
@@ -65,7 +66,7 @@ class MemoryMonitor(Callback):
         self._steps = 0  # steps begun in this fit
         self._counts = False  # whether to measure the step under way
         self._sees_frees = False  # whether the previous step was recorded: a CPU shows frees of recorded bytes only
-        self._warnings = Warnings()
+        self._warn_once = Once(warn)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without that of a running fit, so that the callback can go to spawned processes."""
@@ -74,7 +75,7 @@ class MemoryMonitor(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Reset the count of steps and the measurements."""
         if stage == "fit":
-            self._memory, self._warnings = ResidentMemory(pl_module), Warnings()
+            self._memory, self._warn_once = ResidentMemory(pl_module), Once(warn)
             self._steps, self._sees_frees = 0, False
 
     def on_train_batch_start(
@@ -92,7 +93,7 @@ class MemoryMonitor(Callback):
             return
         device = self._memory.device
         if not MemoryMeter.is_available(device):
-            self._warnings.say("Another profiler is running: MemoryMonitor can't measure meanwhile.")
+            self._warn_once("Another profiler is running: MemoryMonitor can't measure meanwhile.")
             return
         for optimizer in trainer.optimizers:
             self._memory.watch(optimizer)
@@ -171,11 +172,11 @@ class MemoryMonitor(Callback):
         advice = BEYOND_PLAN if where in (AFTER, OPTIMIZER) else IN_PLAN
         if peak_bytes > budget:
             excess = format_bytes(peak_bytes - budget)
-            self._warnings.say(f"{text}, {excess} above the budget. {advice}", topic=f"budget in {where}")
+            self._warn_once(f"{text}, {excess} above the budget. {advice}", topic=f"budget in {where}")
         elif peak_bytes > (1 + self.tolerance) * predicted:
             excess = format_bytes(peak_bytes - predicted)
             words = f"{excess} above the plan and within the budget"
-            self._warnings.say(f"{text}, {words}. {advice}", topic=f"plan in {where}")
+            self._warn_once(f"{text}, {words}. {advice}", topic=f"plan in {where}")
 
 
 def _plans(trainer: pl.Trainer, pl_module: pl.LightningModule) -> tuple[Plan, ...]:

@@ -19,7 +19,7 @@ class HiRemateError(Exception):
 
 
 class HiRemateWarning(UserWarning):
-    """A fall-back, or something to know about a plan; each is announced once."""
+    """A fall-back, or something to know about a plan; each is given once."""
 
 
 class BudgetError(HiRemateError, ValueError):

@@ -1,4 +1,4 @@
-"""JSON files for later runs, a bounded dictionary, and garbage collection after a block of code.
+"""JSON files for later runs, a bounded dictionary, texts shown once, and garbage collection after a block of code.
 
 A full collection visits all objects, a million once PyTorch's compiler and a package of models are imported. Tracing
 and planning leave many reference cycles; `collecting_what_it_leaves` collects only cycles made in its block.
@@ -40,6 +40,28 @@ class Latest(dict[K, V]):
         """Return the value of a key, which becomes the latest one; call `make` if there is none."""
         self[key] = value = self[key] if key in self else make()
         return value
+
+
+class Once:
+    """Passes each text once to a function that shows it: a warning, a reported line or a log entry.
+
+    Texts of one topic are one text. Each object counts for itself: that of a module for the process, that of a session
+    for the session.
+    """
+
+    def __init__(self, show: Callable[..., None]) -> None:
+        self._show, self._topics = show, set[str]()
+
+    def __call__(self, text: str, *more: object, topic: str = "") -> bool:
+        """Show a text and what belongs to it, unless its topic (else the text) was shown; return whether it is new."""
+        is_new = (topic or text) not in self._topics
+        if is_new:
+            self._topics.add(topic or text)
+            self._show(text, *more)
+        return is_new
+
+    def __contains__(self, topic: str) -> bool:
+        return topic in self._topics
 
 
 @dataclass(frozen=True, slots=True)

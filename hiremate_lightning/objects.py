@@ -11,12 +11,15 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
+from .housekeeping import Once
+
 log = logging.getLogger("hiremate_lightning")
+_log_once = Once(partial(log.debug, exc_info=True))
 
 _T = TypeVar("_T")
-_said = set[str]()
 _ITEMS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (dict, dict.values),
     (list, list.__iter__),
@@ -56,7 +59,5 @@ def attempt(look: Callable[[], _T], otherwise: _T, what: str) -> _T:
     try:
         return look()
     except Exception as error:  # whatever a user's code raises
-        if what not in _said:
-            _said.add(what)
-            log.debug("%s is left alone, since a look at it fails: %s", what, type(error).__name__, exc_info=True)
+        _log_once("%s is left alone, since a look at it fails: %s", what, type(error).__name__, topic=what)
         return otherwise

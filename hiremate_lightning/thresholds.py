@@ -34,7 +34,7 @@ class Thresholds:
     # made after offloading at all sizes together has.
     worth_a_plan: float = 1.0
     worth_made_code: float = 8.0
-    # Seconds after which a stage is named if no progress bar can be drawn, and of waits that are announced before.
+    # Seconds after which a stage is named if no progress bar can be drawn, and of waits that are reported before.
     long_stage_s: float = 5.0
     gives_back: bool = True  # whether steps whose plan recomputes nothing run eager if they fit
     makes_code: bool = True  # whether code for new sizes is made from traces of a few

@@ -44,7 +44,7 @@ def planning_backend(
     make_part: MakePart,
     kernels: FusedKernels | None = None,
     prove: Prove | None = None,
-    say: Callable[[str], None] = log.warning,
+    warn: Callable[[str], None] = log.warning,
     trace_ahead: TraceAhead = lambda run, sizes, trace: None,
     part_source: PartSource | None = None,
     same: SameCaptures | None = None,
@@ -57,7 +57,7 @@ def planning_backend(
         prove: Wraps a runner so that it is compared with eager PyTorch first. Its arguments are the captured code, its
             runner, the runner's part (None if nothing has a gradient), and a function that makes the code at smaller
             sizes, on which the proof then runs instead (or None). None to run without proof.
-        say: Logs a warning.
+        warn: Logs a warning.
         trace_ahead: Called after each trace; may trace the code at larger sizes in advance, see `EachSize`.
         part_source: Makes parts for sizes that were not traced; None to trace each size.
         same: Finds the runner of an earlier capture of the same code; None to start with no captures.
@@ -75,7 +75,7 @@ def planning_backend(
             )
         for operation in compiled_by_torch.cut_out(module):
             if operation.calls_modules:
-                say(
+                warn(
                     f"Nothing inside of {operation.name} is planned: its author compiled it, with the modules that it "
                     "calls, and it stays compiled. Each of its calls is one operation, whose results are kept or "
                     "computed again as a whole. To plan what is inside, leave @torch.compile off it, or compile only "

@@ -140,7 +140,7 @@ class EachSize:
         try:
             run, _ = self._trace_at(sizes, inputs)
         except Exception as error:  # AOTAutograd may raise anything: run eager
-            dynamo.tell_of_failure(error)
+            dynamo.log_failure(error)
             run = captured_code.eager_module(self._symbols.code_at(sizes))
         self._keep(sizes, inputs, run)
         self._trace_ahead(run, sizes, lambda larger: self._traced_ahead(larger, inputs))

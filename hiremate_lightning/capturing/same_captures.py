@@ -26,10 +26,10 @@ Runner = Callable[..., Any]
 
 
 class SameCaptures:
-    """Weak cache of the runners of captured code; `tell` is called if a runner is used for another capture."""
+    """Weak cache of the runners of captured code; `used_again` is called if a runner is used for another capture."""
 
-    def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
-        self._tell = tell
+    def __init__(self, used_again: Callable[[], None] = lambda: None) -> None:
+        self._used_again = used_again
         self._runs: weakref.WeakValueDictionary[Hashable, Runner] = weakref.WeakValueDictionary()
 
     def run_of(
@@ -38,7 +38,7 @@ class SameCaptures:
         """Return the runner of an earlier capture of the same code, or else a new one from `make`."""
         run = self.find(module, inputs)
         if run is not None:
-            self._tell()
+            self._used_again()
             return run
         guards_before = guard_counts()
         run = make(module, inputs)

@@ -219,7 +219,7 @@ def _plan_on_several(work: _Work) -> int:
         step, made, _ = _plan_on(work, shards, on_infeasible="warn")
         captured.append(step)
         count = comparisons.count_of(made, step, work.rates)
-        work.reporter.note(f"HiRemate: {comparisons.count_line(count)}")
+        work.reporter.report(f"HiRemate: {comparisons.count_line(count)}")
         return count
 
     counts = list(comparisons.look_at(work.asked.fsdp, look))

@@ -145,7 +145,7 @@ def _run(asked: argparse.Namespace, command: Sequence[str], ends_process: bool) 
     target = asked.target.split(",") if asked.target else None
     page = None if asked.html is None else str(asked.html.absolute())  # the script may change the working directory
     more = {} if page is None else {"more": f"{page}, at the end"}
-    finder = Finder(budget, target, options, is_dry=asked.dry_run, say=_write_line, **more)
+    finder = Finder(budget, target, options, is_dry=asked.dry_run, report=_write_line, **more)
     numbers = asked.json if asked.json in (None, "-") else str(Path(asked.json).absolute())
     process = os.getpid()
     try:

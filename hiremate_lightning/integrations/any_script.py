@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from ..api import FABRIC_WRAPPER, hiremate, inside_wrappers
 from ..calls.replaced import CompiledCall, take_compiled
 from ..calls.slots import Slot, refuse
 from ..errors import ConfigurationError, HiRemateError
+from ..housekeeping import Once
 from ..planning.plan import Plan
 from ..sessions.session import Session
 from ..targets.candidates import has_weights
@@ -111,7 +112,7 @@ class Finder:
         target: Paths of the submodules to plan; a model that lacks one of them is not planned.
         options: The other arguments of `hiremate`, by name.
         is_dry: Whether to stop the script once its plans are made and measured.
-        say: Shows a line of text.
+        report: Shows a line of text.
         more: Sentence that tells how to see more of a plan.
     """
 
@@ -122,11 +123,11 @@ class Finder:
         options: Mapping[str, Any] | None = None,
         *,
         is_dry: bool = False,
-        say: Callable[[str], None] = lambda line: None,
+        report: Callable[[str], None] = lambda line: None,
         more: str = MORE,
     ) -> None:
         self._budget, self._target, self._options = budget, target, dict(options or {})
-        self._tell = cache(say)  # shows each line once
+        self._report_once = Once(report)
         self._more = more
         self._is_dry = is_dry
         self._is_launched = any(os.environ.get(name) for name in LAUNCHERS)
@@ -260,7 +261,7 @@ class Finder:
         paths = dict(root.named_modules())
         missing = next((path for path in self._target or () if path not in paths), None)
         if missing is not None:
-            self._tell(f"{_name(root)} has no submodule {missing!r} (--target): it is not planned")
+            self._report_once(f"{_name(root)} has no submodule {missing!r} (--target): it is not planned")
             return False
         self._refuse_unplanned_ranks()
         self._plan(root if self._target else together([root, *alive.others_trained(root)]), alive)
@@ -318,7 +319,7 @@ class Finder:
     def note_script_plans(self, name: str) -> None:
         """Record that the script plans a model itself, and show this once."""
         self.seen.unplanned[Unplanned.BY_SCRIPT].add(name)
-        self._tell(f"the script plans {name} by itself: that holds, and --budget has no effect on it")
+        self._report_once(f"the script plans {name} by itself: that holds, and --budget has no effect on it")
 
 
 class Alive:

@@ -146,12 +146,12 @@ def measure(
     cache: CostCache,
     repeats: int = REPEATS,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    announce: Callable[[str, str], None] = lambda _, why: log.info(why),
+    warn: Callable[[str, str], None] = lambda _, why: log.info(why),
 ) -> Profile:
     """Measure each distinct operation of a captured graph; operations that can't run alone get the analytic estimate.
 
     `cache` has costs measured before and receives the new ones. `repeats` limits the timed runs of each operation.
-    `progress` receives the numbers of measured operations and of all, `announce` an operator that can't run alone and a
+    `progress` receives the numbers of measured operations and of all, `warn` an operator that can't run alone and a
     message about it.
     """
     graph, measures_times = captured.graph, thresholds.current.measures_times
@@ -163,7 +163,7 @@ def measure(
     with undisturbed(captured.device):
         for done, (key, index) in enumerate(missing.items()):
             progress(done, len(missing))
-            cost = _measure_node(captured, index, repeats if measures_times else 1, announce) if can_measure else None
+            cost = _measure_node(captured, index, repeats if measures_times else 1, warn) if can_measure else None
             if cost is None:
                 unmeasured[key] = Cost(estimates[index], 0)
             else:
@@ -177,7 +177,7 @@ def measure(
     )
 
 
-def _measure_node(captured: Captured, index: int, repeats: int, announce: Callable[[str, str], None]) -> Cost | None:
+def _measure_node(captured: Captured, index: int, repeats: int, warn: Callable[[str, str], None]) -> Cost | None:
     record = captured.graph.nodes[index]
     if not captured.graph.has_work(index):
         return Cost(VIEW_MS, 0)
@@ -190,7 +190,7 @@ def _measure_node(captured: Captured, index: int, repeats: int, announce: Callab
         return Cost(max(cost.time_ms for cost in costs), max(cost.workspace_bytes for cost in costs))
     except Exception as error:  # any operator may refuse made-up inputs: the estimate takes its place
         reason = (str(error).strip() or "no text").splitlines()[0]
-        announce(
+        warn(
             record.op,
             f"{record.op} can't be measured alone ({type(error).__name__}: {reason}). Plans count its results, and no "
             "memory that it takes while it runs. A measured step sees that: plans leave room for it from then on.",

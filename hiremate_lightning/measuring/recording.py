@@ -76,7 +76,7 @@ class StepRecord:
             self._meter = MemoryMeter(device)
         if self._meter is not None:
             self._meter.start()
-            backward_pass.tell(self)
+            backward_pass.add_listener(self)
 
     @property
     def is_measured(self) -> bool:

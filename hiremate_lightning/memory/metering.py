@@ -332,7 +332,7 @@ class Between:
         self._thread = 0
         self._due_at = self._took_s = 0.0
         self._allocated_bytes: int | None = None
-        backward_pass.tell(self)
+        backward_pass.add_listener(self)
 
     def begin(self) -> None:
         """Begin to measure after the last forward, if it is time and no other meter or profiler runs."""

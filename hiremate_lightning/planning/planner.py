@@ -9,10 +9,10 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 from ..errors import did_you_mean
+from ..housekeeping import Once
 from ..options import OPTIONS, SessionOptions
 from ..records.costs import Profile
 from ..records.offload import Host
@@ -28,6 +28,7 @@ from .solvers.offload import least_with_offloads
 from .solvers.worker import apart, check_strategy
 
 log = logging.getLogger("hiremate_lightning")
+_warn_once = Once(log.warning)
 LEAST = "least memory at once"  # the "strategy" of first solutions in the cache
 ANY_GAP = 1e6  # a gap so large that a solve ends at the first schedule that fits
 CUT_SHORT = (
@@ -108,16 +109,10 @@ def make_plan(
     if solution.stopped_by == CLOCK:
         log.warning(CUT_SHORT, round(solution.solve_s), round(solution.work_s), options.time_limit_s)
     if solution.note:
-        _announce(solution.note)
+        _warn_once(solution.note)  # what the method of a paper could not do, and what it did instead
     profile = step.profile if profile is problem.profile else profile
     planning = PlanningTime(solve_s=time.perf_counter() - start)
     return Plan(target, step.graph, profile, solution, room.budget, room.budget_bytes, room.resident_bytes, planning)
-
-
-@cache
-def _announce(note: str) -> None:
-    """Log a solution's note once: what the method of a paper could not do, and what it did instead."""
-    log.warning("%s", note)
 
 
 def _solve(problem: Problem, options: SessionOptions, strategy: Strategy, is_alone: bool) -> tuple[Solution, Profile]:

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from ..errors import HiRemateError
-from ..housekeeping import collecting_what_it_leaves
+from ..housekeeping import Once, collecting_what_it_leaves
 from ..measuring.operators import has_unsteady
 from ..measuring.saved_offload import Files, offloading_saved
 from ..memory.metering import unmeasured
@@ -55,7 +55,7 @@ class ProvedModel(Protocol):
 
     name: str
     options: SessionOptions
-    say: Callable[..., None]  # warns, once for each text
+    warn: Callable[..., None]  # warns, once for each text
     reporter: Reporter  # shows proving, and adds up its seconds
     tracing: ExitStack  # times the capture; closed before code is proved
     kernels: FusedKernels | None  # compiled kernels of fused operations; None if nothing is fused
@@ -78,7 +78,7 @@ class Prover:
         free_bytes: Callable[[Step, torch.device], int],
     ) -> None:
         self._model, self._proofs, self._program_of, self._free_bytes = model, model.proofs, program_of, free_bytes
-        self._has_said_unproved = False
+        self._warn_once = Once(log.warning)
         self._at_sizes: weakref.WeakKeyDictionary[ProgramAtSizes, ProofAtSizes] = weakref.WeakKeyDictionary()
 
     def prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
@@ -202,22 +202,22 @@ class Prover:
         if proof.is_refused:
             proof.end()
         elif (proof.is_known and runs >= least_runs) or runs >= max(TRIES, least_runs):
-            self._say_unproved(proof)
+            self._log_unproved(proof)
             proof.rest(without)
 
     def _leave_unproved(self, proof: Proof, why: str) -> None:
         proof.why_unproved = why
-        self._say_unproved(proof)
+        self._log_unproved(proof)
         proof.end()
 
-    def _say_unproved(self, proof: Proof) -> None:
+    def _log_unproved(self, proof: Proof) -> None:
         """Log, once for a session, that code runs unproved; not for made code, which another proof may cover."""
         is_made = proof.part is not None and proof.part.captured.made_from is not None
-        if proof.unproved and proof.why_unproved and not is_made and not self._has_said_unproved:
-            self._has_said_unproved = True
-            log.warning(
+        if proof.unproved and proof.why_unproved and not is_made:
+            self._warn_once(
                 "%s: %s of captured code are not proved against eager PyTorch, since %s. The plan says how much is.",
                 *(self._model.name, proof.unproved, proof.why_unproved),
+                topic="unproved",
             )
 
     def _try(
@@ -291,7 +291,7 @@ class Prover:
         proof.refuse(self._proofs)
         if proof.part is not None and proof.part.captured.made_from is not None:
             raise WrongAtSizesError(f"Code made from traces of other sizes does not run, since {why}")
-        self._model.say(
+        self._model.warn(
             f"Code of {self._model.name} runs as it was written, without a plan, since {why}. Its memory and time "
             "are those of plain PyTorch. This is a fault of torch.compile or of hiremate_lightning; please report it."
         )

@@ -171,10 +171,10 @@ class Reporter:
         return tell
 
     def expect(self, name: str, seconds: float) -> None:
-        """Announce before the first step of a model how long planning will take, if that is long."""
+        """Report before the first step of a model how long planning will take, if that is long."""
         if seconds >= thresholds.current.long_stage_s:
             rounded = round(seconds) if seconds < 10 else 5 * round(seconds / 5)
-            self.note(
+            self.report(
                 f"HiRemate: the first two steps of {name} take about {rounded} s longer than later ones: "
                 "the model is captured, checked, measured and planned"
             )
@@ -186,7 +186,7 @@ class Reporter:
         """
         self._stages_s = 0.0
         if remark:
-            self.note(f"{planned_lines(plan)[0]} ({remark})")
+            self.report(f"{planned_lines(plan)[0]} ({remark})")
             return
         is_largest = plan.unplanned_peak_bytes >= self._largest_bytes
         self._largest_bytes = max(plan.unplanned_peak_bytes, self._largest_bytes)
@@ -199,7 +199,7 @@ class Reporter:
                 self._planning_s = seconds
                 lines.append(f"planned in {planning_words(plan.to_dict())}")
             lines += advice_lines(plan) if is_largest else []
-            self.note(planned_lines(plan)[0], *(f"  {line}" for line in lines))
+            self.report(planned_lines(plan)[0], *(f"  {line}" for line in lines))
 
     def show(self, table: RenderableType) -> None:
         """Show a table: drawn on a terminal, elsewhere as lines of ASCII."""
@@ -227,9 +227,9 @@ class Reporter:
                 except OSError as error:  # a full disk is no reason to stop training
                     LOGGER.debug("no page was written: %s", error)
             lines.append(f"{plan_title(plan)}, more: {more}")
-        self.note(*lines)
+        self.report(*lines)
 
-    def note(self, *lines: str) -> None:
+    def report(self, *lines: str) -> None:
         """Show plain lines."""
         if not self.is_silent:
             self._write(lines)

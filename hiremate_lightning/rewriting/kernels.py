@@ -197,15 +197,15 @@ def waves(shape: tuple[int, ...]) -> torch.Tensor:
 class Kernel:
     """A fused group of operations, called like an operator. If compilation fails, it runs operation by operation.
 
-    `module` takes tensors and returns a list of tensors laid out like `results`. `announce` gets messages on failures.
+    `module` takes tensors and returns a list of tensors laid out like `results`. `warn` gets messages on failures.
     """
 
     def __init__(
-        self, module: fx.GraphModule, key: str, results: Sequence[torch.Tensor], announce: Callable[[str], None]
+        self, module: fx.GraphModule, key: str, results: Sequence[torch.Tensor], warn: Callable[[str], None]
     ) -> None:
         self.module = module
         self.__name__ = self.__qualname__ = "fused_" + hashlib.sha256(key.encode()).hexdigest()[:12]
-        self._layouts, self._announce = [_layout(r) for r in results], announce
+        self._layouts, self._warn = [_layout(r) for r in results], warn
         self.run: inductor.Compiled | None = None
 
     def __str__(self) -> str:
@@ -231,7 +231,7 @@ class Kernel:
             self._check(run(list(inputs)), inputs)
         except Exception as error:  # a compiler may raise anything: run the group without it
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._announce(
+            self._warn(
                 f"Inductor could not compile a group of {len(module.graph.nodes)} operations, "
                 f"which run one by one: {type(error).__name__}: {reason}"
             )
@@ -252,14 +252,14 @@ class Kernel:
 class FusedKernels:
     """Cache of fused kernels: equal groups, in all layers and graphs, share one kernel."""
 
-    def __init__(self, announce: Callable[[str], None]) -> None:
-        self._announce, self._known = announce, dict[str, Kernel]()
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn, self._known = warn, dict[str, Kernel]()
 
     def get(self, module: fx.GraphModule, results: Sequence[torch.Tensor]) -> Kernel:
         """Return the kernel of a group, whose module returns a list of tensors with the layouts of `results`."""
         key = _describe(module.graph)
         if key not in self._known:
-            self._known[key] = Kernel(module, key, results, self._announce)
+            self._known[key] = Kernel(module, key, results, self._warn)
         return self._known[key]
 
     def compile(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:

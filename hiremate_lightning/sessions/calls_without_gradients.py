@@ -63,7 +63,7 @@ class CallsWithoutGradients:
         """
         peak_bytes, self._peak_bytes = self._peak_bytes, 0
         if plan is not None and peak_bytes > plan.budget_bytes:
-            self._model.announcements.say(
+            self._model.messages.warn(
                 f"Calls of {self._model.name} without gradients, and what was computed until the next call with "
                 f"gradients, took {format_bytes(peak_bytes)}, {format_bytes(peak_bytes - plan.budget_bytes)} above the "
                 "budget. No plan can lower that: compute a loss of many embeddings in parts, or call .eval() before "

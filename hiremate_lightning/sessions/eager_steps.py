@@ -10,10 +10,11 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 from .. import thresholds
 from ..calls.given import ModuleCall
+from ..housekeeping import Once
 from ..memory.allocator import free_bytes
 from ..signatures.eager_predictions import CapturedStep, EagerPredictions
 from ..signatures.step_signature import StepSignature
@@ -31,7 +32,7 @@ class EagerSteps:
         self._model, self._planned, self._new_sizes = model, planned, new_sizes
         self._history = model.history
         self._may_run_eager = not model.parts.fuses  # eager kernels differ from fused kernels in the last bits
-        self._tell = cache(model.tell)  # logs each text once
+        self._report_once = Once(model.report)
         self._predictions, self._offloading = EagerPredictions(), model.offloading
         self._sizes_vary = False  # whether any step ran eager because its sizes had no plan
         self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # time spent on offloading so far, by calls
@@ -52,7 +53,7 @@ class EagerSteps:
         if not isinstance(step.eager, GivenBack):
             self._sizes_vary = True
             self._extra_ms[tuple(step.calls)] += step.eager.prediction.extra_ms
-        self._tell(step.eager.describe())
+        self._report_once(step.eager.describe())
 
     def called(self, step: CurrentStep, call: ModuleCall) -> None:
         """Add a call to the step under way; if the step runs eager, choose its mode again."""
@@ -80,7 +81,7 @@ class EagerSteps:
         The memory that such a graph holds in later steps can't be measured.
         """
         self._may_run_eager = False
-        self._tell("Steps that retain a graph run by plans from now on, which count what it holds.")
+        self._report_once("Steps that retain a graph run by plans from now on, which count what it holds.")
 
     def learn_from_taken_over(self, step: CurrentStep, signature: StepSignature) -> None:
         """Predict eager steps also from the step that ends, if its sizes are foreseen and it has no plan of its own."""

@@ -42,9 +42,9 @@ Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 class LargestSizes:
     """The largest sizes of the steps of one model, by the sizes that its user named."""
 
-    def __init__(self, named: Sequence[NamedSize], parts: Parts, say: Callable[..., None]) -> None:
+    def __init__(self, named: Sequence[NamedSize], parts: Parts, warn: Callable[..., None]) -> None:
         self.becomes: Mapping[int, int] = {}  # sizes of the latest step, and the size of each in the largest step
-        self._named, self._parts, self._say = named, parts, say
+        self._named, self._parts, self._warn = named, parts, warn
         self._wishes: dict[str, NamedSize] = {}  # the named sizes that arguments of calls had, by their text
         self._ends: dict[str, list[tuple[int, int]]] = {}  # of each argument with a named size: each size, its largest
         self._shapes: dict[str, Sizes] = {}  # shapes of all arguments by name
@@ -90,7 +90,7 @@ class LargestSizes:
         self._ends[named.argument][named.dimension] = size, named.most
         self._wishes[str(named)] = named
         if not named.least <= size <= named.most:
-            self._say(
+            self._warn(
                 f"The size {size} of {named} is not among those named, {named.least} to {named.most}: it is planned "
                 "when it comes, and may exceed the budget once. Name it in sizes= to have it planned ahead.",
                 topic=f"outside {named}",
@@ -104,7 +104,7 @@ class LargestSizes:
         self.becomes = {size: max(mosts) for size, mosts in ends.items() if len(mosts) == 1 and max(mosts) > size}
         for size, mosts in ends.items():
             if len(mosts) > 1 and max(mosts) > size:
-                self._say(
+                self._warn(
                     f"Two dimensions of a batch have the size {size}, and sizes= names only one of them: which is "
                     "which can't be told, so the largest size is not planned ahead from this batch. Let the first "
                     "batch have different sizes."
@@ -158,7 +158,7 @@ class LargestSizes:
         )
         step = None if is_fixed or signature.recorded.waits else self._at_largest(signature.recorded, larger, resident)
         if step is None:
-            self._say(
+            self._warn(
                 f"The largest size can't be planned ahead ({', '.join(self._wishes)}): captured code has the size as a "
                 "fixed number, or a graph waits for a later step. Training goes on: that size is planned when it "
                 "comes, and shares of the budget are of the largest step so far."

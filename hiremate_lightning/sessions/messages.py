@@ -1,7 +1,7 @@
 """Messages to users while a model trains: warnings, and why a plan or a budget changed.
 
-`Announcements` has the warnings that need counts or plans. Other warnings stand in the one module that gives them, by
-`say`; docs/troubleshooting.md explains all of them. `PlanReports` reports new plans and their measurements.
+`Messages` has the warnings that need counts or plans. Other warnings stand in the one module that gives them, by
+`warn`; docs/troubleshooting.md explains all of them. `PlanReports` reports new plans and their measurements.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
 from ..errors import HiRemateWarning
+from ..housekeeping import Once
 from ..planning.headroom import largest_words
 from ..planning.plan import Plan, plan_title
 from ..records.schedule import keep_all, lower
@@ -39,24 +40,16 @@ def transforms_in(name: str) -> str:
     return f"transforms of {name}"
 
 
-class Warnings:
-    """Gives each warning once."""
-
-    def __init__(self) -> None:
-        self._said = set[str]()  # topics of warnings, or their texts if they have no topic
-
-    def say(self, text: str, cause: str = "", topic: str = "") -> None:
-        """Warn, once for each topic, or without a topic once for each text, whatever its cause."""
-        if (topic or text) not in self._said:
-            self._said.add(topic or text)
-            warnings.warn(text + cause, HiRemateWarning, stacklevel=2)
+def warn(text: str, cause: str = "") -> None:
+    """Warn; the warning is from where a `Once` is called that shows it by this function."""
+    warnings.warn(text + cause, HiRemateWarning, stacklevel=3)
 
 
-class Announcements(Warnings):
+class Messages:
     """The warnings of one session, with the reasons of graph breaks if these may be the cause."""
 
     def __init__(self, name: str) -> None:
-        super().__init__()
+        self._warn_once = Once(warn)
         self._name = name
         self._breaks = dynamo.graph_breaks()
         self._has_named_breaks = False  # whether a text has named the reasons of graph breaks
@@ -69,15 +62,14 @@ class Announcements(Warnings):
         self._retained = 0  # number of graphs retained for another backward when the latest step began
         self._retaining_steps = 0  # number of consecutive steps before which this number had grown
 
-    def say(self, text: str, cause: str = "", topic: str = "") -> None:
-        """Warn once, see `Warnings.say`; remember whether the reasons of graph breaks were named."""
-        if (topic or text) not in self._said:
-            self._has_named_breaks = self._has_named_breaks or ENDS in text + cause
-        super().say(text, cause, topic)
+    def warn(self, text: str, cause: str = "", topic: str = "") -> None:
+        """Warn once for each topic, or without a topic for each text; remember if it names reasons of graph breaks."""
+        if self._warn_once(text, cause, topic=topic) and ENDS in text + cause:
+            self._has_named_breaks = True
 
-    def say_over(self, text: str) -> None:
+    def warn_over(self, text: str) -> None:
         """Warn that a step takes more than its budget, with the reasons of graph breaks."""
-        self.say(text, self.why_over())
+        self.warn(text, self.why_over())
 
     def why_uncaptured(self) -> str:
         """Return the reasons of graph breaks since this session began, as a sentence; "" for none."""
@@ -114,7 +106,7 @@ class Announcements(Warnings):
         if self._capturing_steps == CAPTURES:
             failed = [*(dynamo.failed_guards() - self._failed_guards)]
             cause = f" The latest cause that torch.compile names: {failed[-1]}" if failed else ""
-            self.say(
+            self.warn(
                 f"torch.compile captured code again in each of {CAPTURES} consecutive steps, which takes time. Usual "
                 "causes: changing input shapes, numbers that code computes with, a list that code appends to. Pad "
                 "to a few shapes; hand changing numbers over as tensors; append in a function with "
@@ -139,7 +131,7 @@ class Announcements(Warnings):
         taken_s, all_spent_s = (sum(times) for times in zip(*self._times, strict=True))
         goes_on = self._steps >= 2 * PLANNING and all_spent_s > ALL_PLANNING_SHARE * taken_s
         if goes_on or len(slow) >= MOST * PLANNING:
-            self.say(
+            self.warn(
                 f"Planning still takes much of the time of training {self._name}, after {PLANNING} steps or more. The "
                 "usual cause: input sizes that hardly ever come again, or layers that are frozen or left out by "
                 "chance, whose code is made, proved and planned for a few steps each. Pad to a few sizes; let a data "
@@ -154,7 +146,7 @@ class Announcements(Warnings):
         self._retaining_steps = self._retaining_steps + 1 if retained > self._retained else 0
         self._retained = retained
         if self._retaining_steps == RETAINING:
-            self.say(
+            self.warn(
                 f"Before each of {RETAINING} consecutive steps there were more graphs retained for another backward, "
                 "and more memory with them. The usual cause: losses, or other results, that are kept after a backward "
                 "with retain_graph=True, which plain PyTorch keeps too. Drop them after their last backward."
@@ -162,13 +154,13 @@ class Announcements(Warnings):
 
     # ---------------------------------------------------------------- captured code
 
-    def has_told_of_transforms(self, name: str) -> bool:
+    def has_warned_of_transforms(self, name: str) -> bool:
         """Whether a warning said that transforms in or around a module run without a plan."""
-        return transforms_in(name) in self._said
+        return transforms_in(name) in self._warn_once
 
     def called_inside_backward(self, name: str) -> None:
         """Warn that a planned module was called inside of a backward."""
-        self.say(
+        self.warn(
             f"{name} was called inside of a backward, as torch.utils.checkpoint around it does, or a loss that embeds "
             "a batch in parts (GradCache): such calls get no plan. Call it outside of the backward and without "
             "checkpoint: what is computed again is for the plan to decide."
@@ -181,15 +173,15 @@ class Announcements(Warnings):
         least, budget = format_bytes(peak_bytes), format_bytes(budget_bytes)
         more = f", {format_bytes(peak_bytes - budget_bytes)} more" if least == budget else ""
         text = f"Nothing fits the budget of {budget}: the step runs at the least memory found, {least}{more}."
-        self.say(text, largest + self.why_over())
+        self.warn(text, largest + self.why_over())
 
     def checkpointing(self, plan: Plan) -> None:
         """Warn, once, that a plan replaces the calls of torch.utils.checkpoint in the user's code."""
-        if "checkpointing" in self._said or all(node.checkpoint is None for node in plan.graph.nodes):
+        if "checkpointing" in self._warn_once or all(node.checkpoint is None for node in plan.graph.nodes):
             return
         kept = simulate(plan.graph, plan.profile, lower(plan.graph, keep_all(plan.graph)))
         own, without = format_bytes(plan.unplanned.peak_bytes), format_bytes(kept.peak_bytes)
-        self.say(
+        self.warn(
             f"{self._name} calls torch.utils.checkpoint, in whose place the plan decides what runs again. A step adds "
             f"{own} with checkpoint, and would add {without} without: shares of a budget are of the former.",
             topic="checkpointing",
@@ -202,8 +194,8 @@ class Announcements(Warnings):
 class PlanReports:
     """Reports plans by step signature, and why a budget or a plan has changed, each once."""
 
-    def __init__(self, reporter: Reporter, announcements: Announcements) -> None:
-        self._reporter, self._announcements = reporter, announcements
+    def __init__(self, reporter: Reporter, messages: Messages) -> None:
+        self._reporter, self._messages = reporter, messages
         self.listeners: list[Callable[[Plan], None]] = []  # called with each plan when it is made, and when measured
         self._said_bytes = 0  # the largest peak in a warning that nothing fits
 
@@ -214,33 +206,33 @@ class PlanReports:
 
     def planned(self, signature: StepSignature, plan: Plan, remark: str = "") -> None:
         """Show a new plan, with the reason for it, and give the warnings that go with it."""
-        self._say_why(signature, plan, is_new=True)
+        self._report_why(signature, plan, is_new=True)
         self._reporter.planned(plan, remark)
-        if split := self._announcements.take_split():
-            self._reporter.note(f"  {split}")
+        if split := self._messages.take_split():
+            self._reporter.report(f"  {split}")
         if signature.is_searching:
-            self._announcements.say(
+            self._messages.warn(
                 "torch.backends.cudnn.benchmark is on: convolutions that are computed again may take another algorithm "
                 "than before, and differ in the last bits. Turn it off for the same numbers bit for bit."
             )
         if plan.planned_peak_bytes > plan.budget_bytes:
-            self.say_least(signature, plan.planned_peak_bytes)
-        self._announcements.checkpointing(plan)
+            self.warn_least(signature, plan.planned_peak_bytes)
+        self._messages.checkpointing(plan)
 
     def kept(self, signature: StepSignature, plan: Plan) -> None:
         """Report a plan that stays to the listeners, and show why its budget has changed."""
-        self._say_why(signature, plan, is_new=False)
+        self._report_why(signature, plan, is_new=False)
         self.notify(plan)
         if plan.planned_peak_bytes > plan.budget_bytes:
-            self.say_least(signature, plan.planned_peak_bytes)
+            self.warn_least(signature, plan.planned_peak_bytes)
 
-    def say_least(self, signature: StepSignature, peak_bytes: int) -> None:
+    def warn_least(self, signature: StepSignature, peak_bytes: int) -> None:
         """Warn that nothing fits, with the planned or measured peak, if it is clearly above the last one warned of."""
         if not signature.recorded.is_provisional and peak_bytes > CLEARLY_MORE * self._said_bytes:
             self._said_bytes = peak_bytes
             plan = signature.own_plan
             largest = largest_words(plan.graph, plan.profile, plan.schedule, plan.planned)
-            self._announcements.least(peak_bytes, plan.budget_bytes, largest)
+            self._messages.least(peak_bytes, plan.budget_bytes, largest)
 
     def budget_changed(self) -> None:
         """Allow the warning that nothing fits again, for the new budget."""
@@ -252,19 +244,19 @@ class PlanReports:
         if shown is None or shown.solution is not plan.solution or (_is_over(plan) and not _is_over(shown)):
             self._reporter.measured(plan)
 
-    def _say_why(self, signature: StepSignature, plan: Plan, is_new: bool) -> None:
-        before = signature.announced
+    def _report_why(self, signature: StepSignature, plan: Plan, is_new: bool) -> None:
+        before = signature.reported
         if before is None or str(before.budget) != str(plan.budget):
-            signature.announced = plan
+            signature.reported = plan
             return
         why, came = _why(before, plan), _more("came", dict(before.resident_parts), dict(plan.resident_parts))
         if why:
             budgets = f"{format_bytes(before.budget_bytes)} -> {format_bytes(plan.budget_bytes)}"
-            self._reporter.note(f"{plan_title(plan)}: budget {budgets}, since {why}")
+            self._reporter.report(f"{plan_title(plan)}: budget {budgets}, since {why}")
         elif is_new and came:
-            self._reporter.note(f"{plan_title(plan)} is made again, since {came}")
+            self._reporter.report(f"{plan_title(plan)} is made again, since {came}")
         if why or is_new:
-            signature.announced = plan
+            signature.reported = plan
 
 
 def _is_over(plan: Plan) -> bool:

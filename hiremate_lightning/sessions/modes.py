@@ -167,7 +167,7 @@ class Eager:
     def _exceeded(self, model: PlannedModel, took: str) -> None:
         """Warn that the step took more than the budget."""
         missing = "a plan" if self.prediction.saves_memory else "recomputation"
-        model.announcements.say(
+        model.messages.warn(
             f"A step of a new input size ran without {missing}, since it was predicted to fit, and took more than the "
             "budget. From now on such predictions have a margin.",
             took,
@@ -229,10 +229,10 @@ class GivenBack(Eager):
         if not self.likely.is_given_back:
             found = "was not seen" if peak_bytes is None else f"is {format_bytes(peak_bytes)}"
             text = f"The plan of {model.name} saves little memory. It stays, since the peak without it {found}."
-        model.tell(text)
+        model.report(text)
 
     def _exceeded(self, model: PlannedModel, took: str) -> None:
         """Run steps of this signature by their plan again, and warn."""
         self.likely.is_given_back = False
         text = "A step without its plan took more than the budget: such steps run by their plan again."
-        model.announcements.say(text, took)
+        model.messages.warn(text, took)

@@ -46,10 +46,10 @@ class Offloading:
     """
 
     def __init__(
-        self, root: nn.Module, options: SessionOptions, device: Callable[[], torch.device], say: Callable[..., None]
+        self, root: nn.Module, options: SessionOptions, device: Callable[[], torch.device], warn: Callable[..., None]
     ) -> None:
         self._option, self._budget, self._fuses = options.offload, options.host_budget, options.compile is not None
-        self._root, self._device, self._say = root, device, say
+        self._root, self._device, self._warn = root, device, warn
         self.memory = HostMemory()  # blocks of host memory for offloaded values
         self.files = Files()  # temporary files, kept for the next eager step
         self._takes_saved = not sharding.has_units(root)
@@ -77,7 +77,7 @@ class Offloading:
         if named_bytes is None:
             named_bytes = share_bytes
         elif named_bytes > share_bytes and self._option != "always allowed":
-            self._say(
+            self._warn(
                 f"The host has too little memory free for host_budget={format_bytes(named_bytes)}: plans offload at "
                 f"most {format_bytes(share_bytes)}. offload='always allowed' takes as much as is named."
             )
@@ -94,7 +94,7 @@ class Offloading:
         if self._option == "off":
             return Host(0)
         if why := self._why_not(waits):
-            self._say(NOTHING.format(asked=repr(self._option), why=why))
+            self._warn(NOTHING.format(asked=repr(self._option), why=why))
             return Host(0)
         stay = storages_in(step, [pinned_storages(call) for call in calls])
         return Host(self._reserve(), stay, has_round_blocks=True)
@@ -131,7 +131,7 @@ class Offloading:
         """Warn that saved tensors stay in memory, and offload no further eager step."""
         self._takes_saved = False
         self.files.forget()
-        self._say(
+        self._warn(
             "There was no room in temporary files or in the host's memory for what the backward of a step of a new "
             "input size reads, so that it took more memory; no further step puts it there.",
             f" ({error})",

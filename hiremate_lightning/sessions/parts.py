@@ -26,7 +26,7 @@ class Parts:
         options: The options of the session.
         reporter: Shows profiling, and adds up its seconds.
         kernels: Compiles fused operations before they are profiled; None if nothing is fused.
-        say: Warns of each operator that can't be measured.
+        warn: Warns of each operator that can't be measured.
         measures_link: Returns whether plans need the speed of copies between device and host.
 
     Attributes:
@@ -40,11 +40,11 @@ class Parts:
         options: SessionOptions,
         reporter: Reporter,
         kernels: FusedKernels | None,
-        say: Callable[..., None],
+        warn: Callable[..., None],
         measures_link: Callable[[], bool],
     ) -> None:
         self._recomputable, self._costs = options.recomputable_operators, CostCache(options.cache_dir)
-        self._reporter, self._kernels, self._say, self._measures_link = reporter, kernels, say, measures_link
+        self._reporter, self._kernels, self._warn, self._measures_link = reporter, kernels, warn, measures_link
         self.fuses = kernels is not None
         self.count = self.traced_count = 0
         self._parts: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
@@ -97,7 +97,7 @@ class Parts:
                 repeats,
                 progress=lambda done, total: self._reporter.progress("operations", done, total),
                 # One warning for each operator: at other sizes only numbers in the text differ.
-                announce=lambda op, why: self._say(why, topic=f"{op} is not measured"),
+                warn=lambda op, why: self._warn(why, topic=f"{op} is not measured"),
             )
             part.profile = profile
             if self._measures_link():

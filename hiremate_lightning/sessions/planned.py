@@ -58,9 +58,9 @@ class PlannedSignatures:
 
     def __init__(self, model: PlannedModel, maker: PlanMaker, graph_programs: GraphPrograms) -> None:
         self._model, self._name, self.history = model, model.name, model.history
-        self.maker, self._memory, self._announcements = maker, model.memory, model.announcements
+        self.maker, self._memory, self._messages = maker, model.memory, model.messages
         self._graph_programs = graph_programs
-        self._reports = PlanReports(model.reporter, model.announcements)
+        self._reports = PlanReports(model.reporter, model.messages)
         self.listeners = self._reports.listeners
         self.shortage = Shortage()
         self._dropped: Plan | None = None  # the plan that was dropped last
@@ -123,8 +123,8 @@ class PlannedSignatures:
         self.check_plans(self.likely(step), resident)
         if self.shortage.is_held and self.shortage.is_to_be_raised:
             self._end_shortage()
-        if self.shortage.is_to_be_announced:
-            self._announcements.say_over(
+        if self.shortage.is_to_be_warned_of:
+            self._messages.warn_over(
                 f"The budget {self._model.options.budget} is too small. Up to {HELD_STEPS} steps run at the least "
                 "memory, to see what all of them need; then an error names the budget that is enough."
             )
@@ -147,7 +147,7 @@ class PlannedSignatures:
         if short is None:
             return
         error = short.error()
-        if reasons := self._announcements.why_over():
+        if reasons := self._messages.why_over():
             explain(error, f"hiremate:{reasons}")
         if named := str(self._model.largest):
             explain(error, f"hiremate: the budget is to be enough for the largest sizes: {named}.")
@@ -205,7 +205,7 @@ class PlannedSignatures:
             returning = signature.recorded.returning(part, positions)
             if returning is not signature.step:
                 signature.step, signature.counts_on_freed_gradients = returning, True
-                self._announcements.say(
+                self._messages.warn(
                     "Gradients can't be accumulated in place any more: a hook sees them, another term of the loss has "
                     "some too, they are kept in a narrower type than they are computed in, or autograd.grad asks for "
                     "them. From now on plans count two sets of gradients."
@@ -219,7 +219,7 @@ class PlannedSignatures:
         if not signature.sights.is_worth_a_plan(any(part.captured.made_from is not None for part in parts)):
             return False
         if not self._model.has_place:
-            self._model.announce_full()
+            self._model.warn_full()
         return self._model.has_place
 
     def learn(self, record: StepRecord, resident: Resident, before: Resident | None = None) -> Short | None:
@@ -294,7 +294,7 @@ class PlannedSignatures:
         excess_bytes = peak_bytes - max(plan.budget_bytes, plan.planned_peak_bytes)
         if excess_bytes > GUARD_BYTES:
             took = f"{format_bytes(peak_bytes)}, {format_bytes(excess_bytes)} above its budget"
-            self._announcements.say(
+            self._messages.warn(
                 f"The first step of another signature took {took}, since it had no plan yet. Other new signatures may "
                 "do so too, once each: from its second step on a signature has a plan.",
                 topic="first step",
@@ -421,7 +421,7 @@ class PlannedSignatures:
         if peak_bytes <= before_bytes:
             return
         if plan.planned_peak_bytes > plan.budget_bytes:
-            self._reports.say_least(signature, peak_bytes)
+            self._reports.warn_least(signature, peak_bytes)
         elif peak_bytes > plan.budget_bytes:
             larger = None if record is None else self.maker.describe_larger(signature, record, resident)
             self._correct(signature, peak_bytes, larger)
@@ -435,7 +435,7 @@ class PlannedSignatures:
         excess_bytes = peak_bytes - plan.budget_bytes
         text = f"The measured peak {format_bytes(peak_bytes)} is {format_bytes(excess_bytes)} above the budget"
         if step.corrections >= CORRECTIONS:
-            self._announcements.say_over(
+            self._messages.warn_over(
                 f"{text}, after planning with a margin: something outside of the planned modules takes the memory."
             )
             return
@@ -453,7 +453,7 @@ class PlannedSignatures:
                 log.info("%s: planned again, with less", text)
                 return
         signature.step = self.maker.waiting.at(signature, corrected)  # waiting graphs may hold less since the tries
-        self._announcements.say_over(f"{text}, and no plan leaves that margin: the plan stays.")
+        self._messages.warn_over(f"{text}, and no plan leaves that margin: the plan stays.")
 
     def piece_measured(self, peak_bytes: int) -> None:
         """Warn if a step that ran only backwards of earlier forwards, without a plan, took more than the budget."""
@@ -462,7 +462,7 @@ class PlannedSignatures:
         said_bytes = max((plan.planned_peak_bytes for plan in plans), default=0)  # above the budget if nothing fits
         if peak_bytes > max(budget_bytes, said_bytes):
             took = f"{format_bytes(peak_bytes)}, {format_bytes(peak_bytes - budget_bytes)} above the budget"
-            self._announcements.say(
+            self._messages.warn(
                 f"A part of an iteration took {took}, and has no plan: it runs the backward of an earlier forward, not "
                 "of its own. Name a budget that is smaller by the excess, or call that backward before the next "
                 "forward.",
@@ -475,7 +475,7 @@ class PlannedSignatures:
         plans = (expected.plan, signature.plan)
         plan = max((p for p in plans if p is not None), key=lambda plan: plan.unplanned_peak_bytes)
         if not (plan.solution.is_plain or is_by_plans):
-            self._announcements.say(
+            self._messages.warn(
                 "A step called other code than expected, so it began by the wrong plan: it may have taken more than "
                 f"its budget of {format_bytes(plan.budget_bytes)}. From now on such steps begin by the plan that needs "
                 f"most, until {CERTAIN} steps in a row have come as expected."

@@ -16,7 +16,7 @@ from ..signatures.history import History
 from ..signatures.watching import WatchPolicy
 from .first_wait import FirstWait
 from .largest import LargestSizes
-from .messages import Announcements
+from .messages import Messages
 from .offloading import Offloading
 from .parts import Parts
 
@@ -29,31 +29,31 @@ class PlannedModel:
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
         self.root, self.name = root, type(root).__name__
         self.options = options  # replaced if the budget changes
-        self.announcements = Announcements(self.name)
-        self.say = self.announcements.say  # warns, once for each text
+        self.messages = Messages(self.name)
+        self.warn = self.messages.warn  # warns, once for each text
         self.reporter = Reporter(options.verbose)  # shows the stages of planning, and counts their time
         self.tracing = ExitStack()  # holds the stage "tracing" open until a capture has ended
-        self.kernels = FusedKernels(self.say) if options.compile else None  # compiled kernels of fused operations
-        self.offloading = Offloading(root, options, lambda: self.memory.device, self.say)
-        self.parts = Parts(options, self.reporter, self.kernels, self.say, lambda: self.offloading.is_on)
+        self.kernels = FusedKernels(self.warn) if options.compile else None  # compiled kernels of fused operations
+        self.offloading = Offloading(root, options, lambda: self.memory.device, self.warn)
+        self.parts = Parts(options, self.reporter, self.kernels, self.warn, lambda: self.offloading.is_on)
         self.memory = ResidentMemory(root, self.parts.waiting, self.parts.retained)  # memory that exists before steps
         self.history, self.watching, self.proofs = History(), WatchPolicy(), Proofs()
-        self.largest = LargestSizes(options.sizes, self.parts, self.say)
+        self.largest = LargestSizes(options.sizes, self.parts, self.warn)
         self.first_wait = FirstWait(options.cache_dir, self.memory.describe_model)
 
-    def tell(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Log and show a line about how steps run from now on."""
         log.info(text)
-        self.reporter.note(text)
+        self.reporter.report(text)
 
     @property
     def has_place(self) -> bool:
         """Whether there are fewer plans than `max_plans`."""
         return self.history.plan_count < self.options.max_plans
 
-    def announce_full(self) -> None:
+    def warn_full(self) -> None:
         """Warn that there are `max_plans` plans already."""
-        self.announcements.say(
+        self.messages.warn(
             f"There are {self.history.plan_count} plans already (max_plans): steps of other input shapes run by one of "
             "these where it fits, or else at the least memory, which is slower. Each new shape may take seconds as it "
             "first appears: pad to a few shapes, or raise max_plans."

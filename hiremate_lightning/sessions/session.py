@@ -69,9 +69,9 @@ class Session:
 
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
         self._model = model = PlannedModel(root, options)
-        self.root, self._name, self._announcements = root, model.name, model.announcements
-        self.say, self.why_uncaptured = model.say, model.announcements.why_uncaptured
-        self.has_told_of_transforms = model.announcements.has_told_of_transforms
+        self.root, self._name, self._messages = root, model.name, model.messages
+        self.warn, self.why_uncaptured = model.warn, model.messages.why_uncaptured
+        self.has_warned_of_transforms = model.messages.has_warned_of_transforms
         self.kernels, self.reporter, self.parts, self._memory = model.kernels, model.reporter, model.parts, model.memory
         self.largest, self.proofs = model.largest, model.proofs
         self.updates = 0
@@ -87,7 +87,7 @@ class Session:
         self._without_gradients = CallsWithoutGradients(model)
         self._checkpointing = ReplacedCheckpointing(root)
         self._compiled = ExitStack()  # restores on closing the code that ran by torch.compile before
-        self.listeners.append(self._say_replaced)
+        self.listeners.append(self._report_replaced)
         self.prover = Prover(model, self.steps.program_of, self.steps.free_bytes)
 
     # ---------------------------------------------------------------- the interface
@@ -170,7 +170,7 @@ class Session:
         for give_back in given_back:
             self._compiled.callback(give_back)
         if given_back:
-            self.reporter.note(
+            self.reporter.report(
                 f"HiRemate plan of {self._name}, in place of torch.compile: numbers are those of uncompiled code, and "
                 "steps may take longer; compile='inductor' plans with fused kernels. Put back when the plan goes"
             )
@@ -221,7 +221,7 @@ class Session:
             _weakly(self.take_in),
             self.kernels,
             proof,
-            _weakly(self.say),
+            _weakly(self.warn),
             _weakly(self.largest.trace_ahead),
             weakref.proxy(self._new_sizes),
             SameCaptures(_weakly(self.parts.captured_again)),
@@ -230,7 +230,7 @@ class Session:
     def take_in(self, captured: Captured) -> Part:
         """Make the part of a captured graph; warn if it updates buffers under `torch.utils.checkpoint`."""
         if updates_under_checkpoint(captured.joint):
-            self.say(
+            self.warn(
                 f"{self._name} calls torch.utils.checkpoint around code that updates buffers, as batch norms do. Plain "
                 "PyTorch runs such code twice in a step, and updates them twice; here it updates them once. Call it "
                 "without checkpoint: what is computed again is for the plan to decide."
@@ -248,15 +248,15 @@ class Session:
         is_inside = backward_pass.is_running()
         if is_inside:
             self.steps.called_inside_backward()
-            self._announcements.called_inside_backward(name)
+            self._messages.called_inside_backward(name)
         if not self.parts.count:
             worker.warm_up()
             self.expect_wait(modules_without_parts(self.root))
             self._model.tracing.enter_context(self.reporter.stage("tracing"))
 
-        def tell(reason: str) -> None:
+        def warn(reason: str) -> None:
             is_inside_transform = "Tensor(lvl=" in reason  # as torch.func writes tensors with their level
-            self.say(
+            self.warn(
                 f"torch.compile could not capture a part of {name}, which runs without a plan: {reason}",
                 topic=transforms_in(name) if is_inside_transform else "",
             )
@@ -265,7 +265,7 @@ class Session:
             sizes_vary = bool(self.largest.becomes) or self.parts.count > 0
             vary = chain(self.largest.becomes, self._varying)
             capture_opaque()
-            with dynamo.capturing_for_plans(tell, sizes_vary, vary):
+            with dynamo.capturing_for_plans(warn, sizes_vary, vary):
                 yield
             step = self.steps.current
             if self.proofs.runs_eager and not is_inside and (step is None or not step.forwards):
@@ -285,11 +285,11 @@ class Session:
         finally:
             self._model.tracing.close()
 
-    def _say_replaced(self, plan: Plan) -> None:
+    def _report_replaced(self, plan: Plan) -> None:
         """Report, once, the activation checkpointing that plans replace."""
         text = self._checkpointing.describe(plan)
         if text is not None:
-            self.reporter.note(text)
+            self.reporter.report(text)
 
     # ---------------------------------------------------------------- steps
 
@@ -316,9 +316,9 @@ class Session:
             repeats = step is not None and ModuleCall.of(name, tensors_inside(arguments)) in step.calls
             if is_part or repeats:
                 return False
-            self._announcements.called_inside_backward(name or self._name)
+            self._messages.called_inside_backward(name or self._name)
         elif modes := " and ".join(tensor_state.watching_modes()):
-            self.say(
+            self.warn(
                 f"A call of {self._name} ran without its plan, in the memory of plain PyTorch: {modes} is around it "
                 "and sees each operator, so that torch.compile captures nothing. Calls without it are planned: leave "
                 "it out, or use it in a few steps only."

@@ -21,7 +21,7 @@ class StepWatch:
     """Measures and times the steps that `WatchPolicy` chooses."""
 
     def __init__(self, model: PlannedModel, eager_steps: EagerSteps) -> None:
-        self._memory, self._history, self._say = model.memory, model.history, model.say
+        self._memory, self._history, self._warn = model.memory, model.history, model.warn
         self._eager_steps, self._watching = eager_steps, model.watching
         self._between, self._device_peak = Between(), DevicePeak()
 
@@ -95,5 +95,5 @@ class StepWatch:
         record = StepRecord(self._memory.device, step.resident, sees_frees, self._memory.root)
         self._memory.watch_releases(record, arguments)
         if not record.is_measured and not backward_pass.is_running():
-            self._say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
+            self._warn("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
         return record

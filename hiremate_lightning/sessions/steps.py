@@ -60,7 +60,7 @@ class Steps(Conductor):
         self.ended: CurrentStep | None = None
         self.count = self.runs = 0
         self._model, self._planned, self._eager_steps = model, planned, eager_steps
-        self._graph_programs, self._watching, self._announcements = graph_programs, model.watching, model.announcements
+        self._graph_programs, self._watching, self._messages = graph_programs, model.watching, model.messages
         self._memory, self._parts, self._history = model.memory, model.parts, model.history
         self._is_passed_by = False  # whether code trained without its plan since the latest step
         self.watch = StepWatch(model, eager_steps)
@@ -128,7 +128,7 @@ class Steps(Conductor):
         start = size_bytes, len(self._parts.waiting())
         step = self.current = CurrentStep(start, self._history.foresee(start), calls)
         self._memory.step_begins(arguments)
-        self._announcements.step_begins(len(self._parts.retained()))
+        self._messages.step_begins(len(self._parts.retained()))
         if finished is not None or self._counts_resident(step):
             if finished is not None:
                 self._memory.collect_garbage()
@@ -234,7 +234,7 @@ class Steps(Conductor):
 
     def settings_changed(self) -> None:
         """Warn that code is recomputed under other settings of PyTorch than its forward ran under."""
-        self._model.say(
+        self._model.warn(
             "Settings of PyTorch (autocast, torch.backends, precision, deterministic algorithms) changed between the "
             f"forward of {self._model.name} and its backward: gradients may differ from those of plain PyTorch by "
             "rounding. Put forward and backward into one `with` block."
@@ -286,7 +286,7 @@ class Steps(Conductor):
         step, self.current = self.current, None
         if step is None:
             return
-        self._announcements.step_took(time.perf_counter() - step.began_s, self._model.reporter.total.all_s)
+        self._messages.step_took(time.perf_counter() - step.began_s, self._model.reporter.total.all_s)
         if step.is_unseen:
             self.ended = None
             step.drop()
@@ -305,7 +305,7 @@ class Steps(Conductor):
         self._eager_steps.ended(step, eager)
 
     def _end_captured(self, step: CurrentStep) -> None:
-        captured_nothing = self._announcements.step_ended(self._parts.traced_count)
+        captured_nothing = self._messages.step_ended(self._parts.traced_count)
         step.has_captured = not captured_nothing
         self.ended, signature = step, self._history.get_or_make(step.graphs)
         expected, record = step.expected, step.record

@@ -58,7 +58,7 @@ class Shortage:
         self.less_bytes = max(self.less_bytes, short.need.less_bytes)
 
     @property
-    def is_to_be_announced(self) -> bool:
+    def is_to_be_warned_of(self) -> bool:
         """Whether to warn now that steps run above the budget, and that an error will follow."""
         return self.is_held and self._held_steps == SILENT_STEPS
 

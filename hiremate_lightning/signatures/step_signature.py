@@ -105,7 +105,7 @@ class StepSignature:
     # one showed its peak. For a plan that recomputes nothing: False once an eager step exceeded the budget, else None.
     is_given_back: bool | None = None
     eager_tries: int = 0  # number of eager steps that were measured
-    announced: Plan | None = None  # the plan that was reported last, as it was then
+    reported: Plan | None = None  # the plan that was reported last, as it was then
     shown: Plan | None = None  # the plan whose measurement was shown last, as it was then
     # Decisions for all sizes of its code; only the first signature of a code (`of_code`) uses its ladder.
     ladder: Ladder = field(default_factory=Ladder)

@@ -28,12 +28,12 @@ from ..torch_private import backward_pass, dynamo, hooks, sharding, tensor_state
 from .candidates import Candidates, Target, has_weights, parts_with_weights
 from .entry_points import Compiler
 from .overseeing import (
-    announced,
     check_captured,
     classes_with_code,
     listen_to_optimizers,
     planned_call,
     requires_gradient,
+    warned,
 )
 from .together import options_together, together
 
@@ -122,7 +122,7 @@ class Targets:
         if not self._trains(called):
             return self._call_untrained(called)
         if tensor_state.is_transforming() or not module.training:
-            self._say_untrained(called)
+            self._warn_untrained(called)
             return self._call_untrained(called)
         if self.is_inside:
             return self._call_inside(called)
@@ -178,7 +178,7 @@ class Targets:
         joined = Targets(root, session)
         joined.number = apart[0].number
         joined.attach()
-        session.reporter.note(
+        session.reporter.report(
             f"HiRemate plan of {type(root).__name__}: these models train in the same step, so that they have one plan, "
             f"with the budget {options.budget}"
         )
@@ -195,7 +195,7 @@ class Targets:
     def call_copy(self, called: Called) -> Any:
         """Call a copy of a candidate eager, since it has weights of its own; warn if it trains."""
         if torch.is_grad_enabled() and has_weights(called.module):
-            self.session.say(
+            self.session.warn(
                 f"A copy of {called.name} was called that shares its attributes, as learn2learn's "
                 "clone makes it: copies run without a plan, in the memory of plain PyTorch. Call the model itself, "
                 "with torch.func.functional_call for other weights.",
@@ -232,8 +232,8 @@ class Targets:
                 raise
         self.session.abandon_step()
         self._is_eager = True
-        announced.add(self.session)
-        self.session.say(
+        warned.add(self.session)
+        self.session.warn(
             f"{called.name} runs without a plan: it trains on a gradient that it takes in its forward "
             f"(create_graph=True), and torch.compile can't capture all that is between.{self.session.why_uncaptured()}"
         )
@@ -275,15 +275,15 @@ class Targets:
         if self.session.runs == before and requires_gradient(result):
             hooks.set_call(module, None)
             self._uncaptured_parts.add(module)
-            self._say_uncaptured(called.path, type(module))
+            self._warn_uncaptured(called.path, type(module))
         return result
 
-    def _say_uncaptured(self, name: str, kind: type[nn.Module]) -> None:
+    def _warn_uncaptured(self, name: str, kind: type[nn.Module]) -> None:
         if kind in self._uncaptured_kinds:
-            self.session.say(f"Other modules of the class {kind.__name__} could not be captured either.")
+            self.session.warn(f"Other modules of the class {kind.__name__} could not be captured either.")
         else:
             self._uncaptured_kinds.add(kind)
-            self.session.say(f"{name} could not be captured and runs without a plan, beside what is planned.")
+            self.session.warn(f"{name} could not be captured and runs without a plan, beside what is planned.")
 
     def _plan_what_given_up_code_calls(self, module: nn.Module) -> None:
         """Capture the uncaptured modules below a module whose forward Dynamo gave up, each as a graph of its own.
@@ -303,7 +303,7 @@ class Targets:
             if missed:
                 self.session.abandon_step()
                 where = paths[outer] or type(outer).__name__
-                self._say_split(f"{where} was not captured", type(outer))
+                self._warn_split(f"{where} was not captured", type(outer))
 
     def _plan_what_new_forwards_call(self, called: Called) -> None:
         """Plan the parts of a module to which a new forward is assigned for each call, from the next step on.
@@ -314,7 +314,7 @@ class Targets:
             return
         parts = parts_with_weights(called.path, called.module)
         if parts:
-            self.session.say(
+            self.session.warn(
                 f"{called.name} gets another forward again and again, which is captured anew each time; from the next "
                 "step on its parts are planned."
             )
@@ -332,21 +332,21 @@ class Targets:
             return True
         parts, module = parts_with_weights(called.path, called.module), called.module
         if parts:
-            if not self.session.has_told_of_transforms(called.name):  # there parts may be called, too, and get no plan
-                self._say_split(f"Nothing of {called.name} was captured", type(module))
+            if not self.session.has_warned_of_transforms(called.name):  # parts may be called inside of these too
+                self._warn_split(f"Nothing of {called.name} was captured", type(module))
         elif self._passed_by or self.candidates.has_others_than(module):
-            self._say_uncaptured(called.name, type(module))
+            self._warn_uncaptured(called.name, type(module))
         else:
             return False
         if parts or self.session.captured_count:
-            announced.add(self.session)
+            warned.add(self.session)
         self._plan_instead(called, parts)
         return True
 
-    def _say_split(self, what: str, kind: type[nn.Module]) -> None:
+    def _warn_split(self, what: str, kind: type[nn.Module]) -> None:
         """Warn, once for each class, that parts of a module are planned in its place."""
         text = f"{what} as a whole; from the next step on its parts are planned.{self.session.why_uncaptured()}"
-        self.session.say(text, topic=f"split {kind.__qualname__}")
+        self.session.warn(text, topic=f"split {kind.__qualname__}")
 
     def _plan_instead(self, called: Called, parts: Mapping[str, nn.Module]) -> None:
         """Plan the parts of a module in its place."""
@@ -376,18 +376,18 @@ class Targets:
             return False
         return has_weights(called.module) or (called.module is self.root and self._is_reached(called))
 
-    def _say_untrained(self, called: Called) -> None:
+    def _warn_untrained(self, called: Called) -> None:
         """Warn, once, of a call with gradients that has no plan: inside of a transform or in eval mode."""
-        announced.add(self.session)
+        warned.add(self.session)
         if tensor_state.is_transforming():
             kind = type(self.root).__name__
-            self.session.say(
+            self.session.warn(
                 f"{kind} was called inside of a transform of torch.func, or of forward-mode differentiation: such "
                 "calls are not planned.",
                 topic=transforms_in(kind),
             )
         else:
-            self.session.say(
+            self.session.warn(
                 f"{called.name} was called with gradients but in eval mode: such calls are not "
                 "planned. Call .train() to plan them.",
                 topic="eval mode",
@@ -416,7 +416,7 @@ class Targets:
             return
         if not self._is_reached(called):
             self._trains_others = True
-            self.session.say(
+            self.session.warn(
                 f"{type(self.root).__name__} needs gradients, but none of its parameters does, as where layers are in "
                 "a plain list: this call ran without a plan, the next ones are planned. nn.ModuleList makes such "
                 "layers part of a module."

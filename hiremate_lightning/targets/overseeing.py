@@ -21,7 +21,7 @@ UNPLANNED = (
     f"where a module is called; it is passed by where code calls its forward, or compiles around it. {WITH_COMPILE}"
 )
 
-announced: weakref.WeakSet[Session] = weakref.WeakSet()  # sessions that have warned of calls without a plan
+warned: weakref.WeakSet[Session] = weakref.WeakSet()  # sessions that have warned of calls without a plan
 
 
 def listen_to_optimizers(session: Session) -> Any:
@@ -35,8 +35,8 @@ def listen_to_optimizers(session: Session) -> Any:
             session.optimizer_stepped(optimizer)
             if runs_before.get(optimizer) == session.runs and _has_gradients_of(session.root, optimizer):
                 session.steps.was_passed_by()
-                if session not in announced:
-                    session.say(f"{type(session.root).__name__} {UNPLANNED}")
+                if session not in warned:
+                    session.warn(f"{type(session.root).__name__} {UNPLANNED}")
             runs_before[optimizer] = session.runs
 
     handle = register_optimizer_step_post_hook(stepped)
@@ -58,7 +58,7 @@ def planned_call(session: Session, name: str, module: nn.Module) -> Iterator[Non
     try:
         with session.calling(name), hooks.without_labels(module) as has_labels:
             if has_labels:
-                session.say(
+                session.warn(
                     "Modules inside of planned ones have no names in the profile: the hooks of Lightning's "
                     "PyTorchProfiler, which would end captured graphs, are left out there. "
                     "PyTorchProfiler(record_module_names=False) sets none."
@@ -78,16 +78,16 @@ def check_captured(session: Session, name: str, result: Any) -> None:
         CaptureError: If anything in the result requires a gradient, and nothing was ever captured.
     """
     if requires_gradient(result):
-        if session.has_told_of_transforms(name):
-            announced.add(session)
+        if session.has_warned_of_transforms(name):
+            warned.add(session)
             return
         kinds = " and ".join(sorted(kind.__name__ for kind in classes_with_code(result)))
         own_code = "runs code of its own with each operation: give it x.as_subclass(torch.Tensor)."
         why = f" It returns {kinds}, which {own_code}" if kinds else ""
         if session.captured_count:
-            announced.add(session)
+            warned.add(session)
             later = why or " Later ones are tried."
-            session.say(
+            session.warn(
                 f"A call of {name} could not be captured and ran without a plan; earlier ones were planned.{later}"
             )
             return

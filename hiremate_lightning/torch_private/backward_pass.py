@@ -94,7 +94,7 @@ def watch() -> None:
     setattr(torch.autograd, "_engine_run_backward", run)  # noqa: B010  mypy takes it for a function that stays
 
 
-def tell(listener: Any) -> None:
+def add_listener(listener: Any) -> None:
     """Call the listener's `backward_called` before each backward that is called from Python, as long as it lives."""
     _listeners.add(listener)
 

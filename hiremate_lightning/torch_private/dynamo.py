@@ -51,7 +51,7 @@ _DYNAMO_LOG = logging.getLogger("torch._dynamo.convert_frame")
 
 @contextmanager
 def capturing_for_plans(
-    tell: Callable[[str], None] | None = None,
+    warn: Callable[[str], None] | None = None,
     sizes_vary: bool = False,
     vary: Iterable[int] = (),
     answers: Callable[[], AbstractContextManager[None]] = readings.as_in_eager,
@@ -64,9 +64,9 @@ def capturing_for_plans(
     * Dynamo's settings are `_WISHES`; the table of `hacks` lists what it traces differently, and why. Code that asks
       whether it is compiled gets the answer of eager PyTorch, or that of `answers`: see `readings`.
     * Graph breaks are not logged or warned of, unless the user enabled torch's logs: see `graph_breaks`.
-    * Code that Dynamo or AOTAutograd fail on runs uncaptured, and what it calls is captured on its own. `tell` gets the
-      error; without `tell` it is raised. Code that raises while it is traced may be wrong itself: if it then raises
-      uncaptured, `tell` gets nothing, and the next call captures it again.
+    * Code that Dynamo or AOTAutograd fail on runs uncaptured, and what it calls is captured on its own. `warn` gets the
+      error; without `warn` it is raised. Code that raises while it is traced may be wrong itself: if it then raises
+      uncaptured, `warn` gets nothing, and the next call captures it again.
     """
 
     @functools.cache
@@ -74,7 +74,7 @@ def capturing_for_plans(
         numbers, config = ",".join(map(str, vary)), cast(Any, torch.compiler.config)
         if numbers and hasattr(config, "dynamic_values"):  # before 2.13, symbols come with a second size
             hearing.enter_context(config.patch(dynamic_values=numbers))
-        hearing.enter_context(_told_of_failures(tell))
+        hearing.enter_context(_warned_of_failures(warn))
 
     def capture_planned(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
         hear()
@@ -247,8 +247,8 @@ _in_doubt: dict[types.CodeType, str] = {}  # error text of code that raised in a
 
 
 @contextmanager
-def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
-    """Let Dynamo run uncaptured what it fails on, and pass the errors in its log to `tell`, at any log level."""
+def _warned_of_failures(warn: Callable[[str], None] | None) -> Iterator[None]:
+    """Let Dynamo run uncaptured what it fails on, and pass the errors in its log to `warn`, at any log level."""
     enclosing = dict(_in_doubt)  # those of the enclosing call
     _in_doubt.clear()
     level, was_quiet = _DYNAMO_LOG.level, not _DYNAMO_LOG.isEnabledFor(logging.WARNING)
@@ -258,10 +258,10 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
         error = record.exc_info[1] if record.exc_info else None
         if error is None or record.levelno < logging.WARNING:
             return not was_quiet or record.levelno > logging.WARNING
-        if tell is None:
+        if warn is None:
             raise error
         if not isinstance(error, TorchRuntimeError):
-            tell(_in_brief(getattr(error, "inner_exception", error)))
+            warn(_in_brief(getattr(error, "inner_exception", error)))
         return False
 
     if was_quiet:
@@ -276,9 +276,9 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
             set_code_exec_strategy(code, _FROM_NOW_ON)
         raise
     else:
-        if tell is not None:
+        if warn is not None:
             for reason in _in_doubt.values():
-                tell(reason)
+                warn(reason)
     finally:
         _in_doubt.clear()
         _in_doubt.update(enclosing)
@@ -288,7 +288,7 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
             _DYNAMO_LOG.setLevel(level)
 
 
-def tell_of_failure(error: Exception) -> None:
+def log_failure(error: Exception) -> None:
     """Report a failed capture through Dynamo's log, as Dynamo reports its own failures: see `capturing_for_plans`."""
     _innermost.hear()
     _DYNAMO_LOG.log(logging.WARNING, "a graph runs uncaptured", exc_info=error)

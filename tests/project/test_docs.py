@@ -138,7 +138,7 @@ def _anchors(page: Path) -> set[str]:
 
 # ---------------------------------------------------------------- texts of errors and warnings
 
-SHOWN = ("warn", "say", "_say", "rank_zero_warn", "warning")  # what they are given is shown to users
+SHOWN = ("warn", "_warn", "_warn_once", "rank_zero_warn", "warning")  # what they are given is shown to users
 NOT_SHOWN = {"AttributeError", "TypeError", "KeyError", "StopIteration"}  # Python's own
 NOT_SHOWN |= {"WorkerLostError", "NotShownError", "CopyError", "SizesDifferError", "WrongAtSizesError"}  # caught
 FIXED_WORDS = 3  # fewer of them, between what differs, don't tell a text

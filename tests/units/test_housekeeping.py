@@ -1,11 +1,11 @@
-"""A store that keeps what was used last, and garbage collected in known spans."""
+"""A store that keeps what was used last, texts shown once, and garbage collected in known spans."""
 
 from __future__ import annotations
 
 import weakref
 from contextlib import suppress
 
-from hiremate_lightning.housekeeping import Latest, collecting_what_it_leaves
+from hiremate_lightning.housekeeping import Latest, Once, collecting_what_it_leaves
 
 
 def test_one_too_many_drops_the_oldest():
@@ -25,6 +25,15 @@ def test_a_value_is_made_once():
     for key in "aaba":
         store.get_or(key, lambda key=key: made.append(key))
     assert made == ["a", "b", "a"]
+
+
+def test_a_text_of_a_topic_is_shown_once():
+    shown = []
+    once = Once(lambda *words: shown.append(words))
+    assert [once("one", topic="a"), once("two", topic="a"), once("three", 3), once("three", 4)] == [1, 0, 1, 0]
+    assert shown == [("one",), ("three", 3)]
+    assert "a" in once
+    assert "one" not in once
 
 
 class Held:

@@ -24,11 +24,13 @@ from itertools import takewhile
 from typing import IO, Any, TypeVar
 
 from ...errors import ConfigurationError, HiRemateWarning
+from ...housekeeping import Once
 from . import mip_backend
 from .base import Problem, Solution, Status, Strategy, clock_limit_s, get_strategy, needs_programs
 from .offload import MOST_SHARE, with_offloading
 
 log = logging.getLogger("hiremate_lightning")
+_warn_once = Once(log.warning)
 GRACE_S = 60.0  # seconds after the clock limit of a solve until the process is killed
 MENDING = "pip install --force-reinstall highsbox"
 READY, PROGRESS, ANSWER, ERROR = range(4)  # the kinds of messages from the process
@@ -181,18 +183,11 @@ def _solve_apart(problem: Problem, name: str, in_place: Strategy) -> Solution:
     try:
         return _apart(lambda worker: worker.solve(problem, name, limit_s), lambda: in_place(problem))
     except WorkerLostError as error:
-        _announce(str(error))
+        _warn_once(
+            f"The solver failed ({error}). The plan takes the least memory found instead, and more time than the "
+            "budget needs. Logging at level DEBUG shows where it failed."
+        )
         return Solution(name, Status.NOT_FOUND, stopped_by=f"a failure of the solver ({error})")
-
-
-@cache
-def _announce(reason: str) -> None:
-    """Warn once for each reason."""
-    log.warning(
-        "The solver failed (%s). The plan takes the least memory found instead, and more time than the budget needs. "
-        "Logging at level DEBUG shows where it failed.",
-        reason,
-    )
 
 
 def _apart(ask: Callable[[Worker], Answer], in_place: Callable[[], Answer]) -> Answer:

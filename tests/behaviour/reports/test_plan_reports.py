@@ -14,7 +14,7 @@ from torch import nn
 from hiremate_lightning import hiremate
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.report import Reporter
-from hiremate_lightning.sessions.messages import Announcements, PlanReports
+from hiremate_lightning.sessions.messages import Messages, PlanReports
 from hiremate_lightning.signatures.step_signature import StepSignature
 from tests.exact import take_steps
 from tests.tiny import blocks_plan
@@ -27,7 +27,7 @@ class Told:
 
     def __init__(self) -> None:
         self.console, self.signature = Console(file=io.StringIO(), width=200), StepSignature((0,))
-        self.reports = PlanReports(Reporter(console=self.console), Announcements("net"))
+        self.reports = PlanReports(Reporter(console=self.console), Messages("net"))
 
     def planned(self, *plans: Plan) -> list[str]:
         for plan in plans:

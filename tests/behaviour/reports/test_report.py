@@ -67,7 +67,7 @@ def show_all(reporter: Reporter) -> None:
         reporter.progress("operations", 1, 2)
     reporter.planned(plan)
     reporter.measured(plan)
-    reporter.note("a note")
+    reporter.report("a note")
 
 
 def test_three_lines_by_default():
@@ -137,7 +137,7 @@ def test_a_message_under_a_bar_of_tqdm_is_a_line_of_its_own(is_terminal: bool):
     console = Console(file=stream, width=200, force_terminal=is_terminal, color_system=None)
     with tqdm(total=2, file=stream, ncols=60, desc="epoch", mininterval=0) as bar:
         bar.update()
-        Reporter(console=console).note("a message")
+        Reporter(console=console).report("a message")
         bar.update()
     lines = screen(stream.getvalue())
     assert "a message" in lines
@@ -149,7 +149,7 @@ def test_a_bar_that_is_still_being_made_is_left_alone():
     """Stages write from a thread of their own, while training may make a bar."""
     unfinished = tqdm.__new__(tqdm)
     console = Console(file=io.StringIO(), width=80)
-    Reporter(console=console).note("a message")
+    Reporter(console=console).report("a message")
     del unfinished
     assert written(console).splitlines() == ["a message"]
 
@@ -287,21 +287,21 @@ def test_a_log_never_asked_for_such_lines_swallows_none(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ):
     assert logging.getLogger("hiremate_lightning").level == logging.NOTSET  # and the root's is WARNING
-    Reporter().note("seen")
+    Reporter().report("seen")
     assert capsys.readouterr().err == "seen\n"
     assert caplog.messages == []
 
 
 def test_a_logger_set_to_warnings_silences_the_lines(logger: logging.Logger, capsys: pytest.CaptureFixture[str]):
     logger.setLevel(logging.WARNING)
-    Reporter().note("unseen")
+    Reporter().report("unseen")
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_terminal_is_drawn_on_through_the_console_of_rich(shared_console: Callable[..., None]):
     screen = io.StringIO()
     shared_console(file=screen, width=80, force_terminal=True, color_system=None)
-    Reporter().note("shared")
+    Reporter().report("shared")
     assert screen.getvalue() == "shared\n"
 
 

@@ -330,7 +330,7 @@ def test_what_chooses_by_a_mask_can_be_measured(function, masked):
     parts = targets_of(model).session.parts.all
     assert parts
     for part in parts:
-        measure(part.captured, CostCache(), QUICK, announce=lambda *words: announced.append(words))
+        measure(part.captured, CostCache(), QUICK, warn=lambda *words: announced.append(words))
     assert not announced
 
 

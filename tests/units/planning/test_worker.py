@@ -15,6 +15,7 @@ from torch import nn
 
 from hiremate_lightning import ConfigurationError, HiRemateWarning, hiremate
 from hiremate_lightning.callbacks import HiRemateBatchSizeFinder, HiRemateCallback
+from hiremate_lightning.housekeeping import Once
 from hiremate_lightning.integrations.accelerate import prepare_hiremate
 from hiremate_lightning.planning.solvers import Problem, SolveOptions, Status, get_strategy, worker
 from hiremate_lightning.planning.solvers.base import Solution, register
@@ -70,10 +71,11 @@ def test_an_error_in_a_solve_takes_one_line(monkeypatch, caplog):
     assert "Traceback (most recent call last)" in caplog.text
 
 
-def test_a_failure_is_announced_once(caplog):
+def test_a_failure_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(worker, "_warn_once", Once(worker.log.warning))
     for _ in range(2):
-        worker._announce("a reason of this test")
-    assert caplog.text.count("a reason of this test") == 1
+        apart("portfolio")(replace(problem_at(80), budget_bytes=NO_NUMBER))
+    assert caplog.text.count("The solver failed (TypeError: ") == 1
 
 
 class TestBackends:

@@ -123,7 +123,7 @@ def test_backwards_are_watched_once(leaf):
 
 
 def test_a_listener_hears_of_each_backward_that_runs_and_of_none_that_is_traced(leaf):
-    backward_pass.tell(listener := Mock(spec=["backward_called"]))
+    backward_pass.add_listener(listener := Mock(spec=["backward_called"]))
     (leaf * 2).sum().backward()
     torch.autograd.grad((leaf * 2).sum(), leaf)
     assert listener.backward_called.call_count == 2

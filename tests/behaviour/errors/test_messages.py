@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from hiremate_lightning.sessions.messages import PLANNING, RETAINING, Announcements
+from hiremate_lightning.sessions.messages import PLANNING, RETAINING, Messages
 from tests.life import recorded
 
 
 def warn_at(counts: list[int]) -> list[int]:
     """List the steps at whose beginning something is said, by how many graphs are retained then."""
-    announcements, found = Announcements("Net"), []
+    messages, found = Messages("Net"), []
     for step, count in enumerate(counts):
         with recorded() as said:
-            announcements.step_begins(count)
+            messages.step_begins(count)
         found += [step] * ("more graphs retained" in "".join(said))
     return found
 
@@ -25,18 +25,18 @@ def test_graphs_that_are_retained_ever_more_are_announced_once():
 
 def test_bytes_are_added_where_peak_and_budget_read_the_same():
     with pytest.warns(match=r"the budget of 3\.00 MiB: .* least memory found, 3\.00 MiB, 50 B more\.$"):
-        Announcements("Net").least(3 * 2**20 + 50, 3 * 2**20)
+        Messages("Net").least(3 * 2**20 + 50, 3 * 2**20)
     with pytest.warns(match=r"the budget of 2\.00 MiB: .* least memory found, 3\.00 MiB\.$"):
-        Announcements("Net").least(3 * 2**20, 2 * 2**20)
+        Messages("Net").least(3 * 2**20, 2 * 2**20)
 
 
 def slow_at(shares: list[float], step_s: list[float] | None = None) -> list[int]:
     """List the steps after which slow planning is announced, by its share of the time of each."""
-    announcements, found, planned_s = Announcements("Net"), [], 0.0
+    messages, found, planned_s = Messages("Net"), [], 0.0
     for step, (share, taken_s) in enumerate(zip(shares, step_s or [2.0] * len(shares), strict=True)):
         planned_s += taken_s * share
         with recorded() as texts:
-            announcements.step_took(taken_s, planned_s)
+            messages.step_took(taken_s, planned_s)
         assert all(f"Of the time of the latest {PLANNING} steps it took " in text for text in texts)
         found += [step] * ("Planning still takes" in "".join(texts))
     return found
