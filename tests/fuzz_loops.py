@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hiremate_lightning import HiRemateWarning, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.signatures.watching import WatchPolicy
+from hiremate_lightning.signatures.watching import BeginningStep, Look, WatchPolicy
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import differing, leave_behind
 
@@ -185,8 +185,8 @@ def _counting_watched() -> Iterator[list[bool]]:
     """Note of each step that begins whether it is watched."""
     begin, found = WatchPolicy.step_begins, list[bool]()
 
-    def counted(policy: Any, *known: Any, **more: Any) -> Any:
-        look = begin(policy, *known, **more)
+    def counted(policy: WatchPolicy, step: BeginningStep) -> Look:
+        look = begin(policy, step)
         found.append(look.is_measured or look.is_timed)
         return look
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from ..calls.given import ModuleCall
 from ..measuring.recording import StepRecord
-from ..signatures.eager_predictions import EagerPredictions, Prediction
+from ..signatures.eager_predictions import EagerPredictions, Prediction, SavedTensors
 from ..signatures.step_signature import StepSignature
 from ..units import format_bytes
 from .offloading import Offloading
@@ -46,7 +46,7 @@ def step_mode(facts: StepFacts) -> Eager | None:
     if facts.gains_nothing:  # a later call may show that the step has another signature
         given_back = GivenBack(prediction, facts.likely, is_at_its_sizes=bool(facts.alike))
         return given_back if facts.is_similar(prediction) else None
-    if not prediction.saves_memory:
+    if prediction.saved is SavedTensors.IN_MEMORY:
         return Eager(prediction, facts.likely)
     if facts.begun is None and facts.is_worth_capturing():
         return None
@@ -88,11 +88,11 @@ class StepFacts:
     @cached_property
     def prediction(self) -> Prediction | None:
         """The bytes that it takes when it runs eager; None if that may not fit."""
-        saves_memory = None if self.begun is None else self.begun.prediction.saves_memory
+        saved = None if self.begun is None else self.begun.prediction.saved
         if self.alike or self.gains_nothing:
-            saves_memory = False
+            saved = SavedTensors.IN_MEMORY
         room_bytes = sys.maxsize if self.gains_nothing else self.room_bytes()
-        return self.predictions.predict(self.calls, self.likely, room_bytes, saves_memory)
+        return self.predictions.predict(self.calls, self.likely, room_bytes, saved)
 
     @cached_property
     def gains_nothing(self) -> bool:
@@ -166,7 +166,7 @@ class Eager:
 
     def _exceeded(self, model: PlannedModel, took: str) -> None:
         """Warn that the step took more than the budget."""
-        missing = "a plan" if self.prediction.saves_memory else "recomputation"
+        missing = "a plan" if self.prediction.saved is SavedTensors.OFFLOADED else "recomputation"
         model.messages.warn(
             f"A step of a new input size ran without {missing}, since it was predicted to fit, and took more than the "
             "budget. From now on such predictions have a margin.",

@@ -10,7 +10,7 @@ from ..measuring.resident_memory import LITTERED_STEPS
 from ..memory.metering import Between, DevicePeak, MemoryMeter
 from ..planning.headroom import guard_bytes
 from ..signatures.step_signature import StepSignature
-from ..signatures.watching import Look
+from ..signatures.watching import BeginningStep, Look
 from ..torch_private import backward_pass
 from .current_step import CurrentStep
 from .eager_steps import EagerSteps
@@ -34,14 +34,15 @@ class StepWatch:
             all_likely = self._history.all_likely(step.foreseen)
             step.expected = max(all_likely, key=lambda signature: signature.own_plan.unplanned_peak_bytes, default=None)
             step.is_unknown = step.expected is not None and self._history.begins_unknown(step.foreseen, step.expected)
-            step.look = self._watching.step_begins(
+            beginning = BeginningStep(
                 self._history.likely(step.foreseen),
                 next(iter(step.foreseen), None),
                 step.start[0],
-                is_piece=self._memory.iterations.needs_measured_steps,
+                needs_iteration=self._memory.iterations.needs_measured_steps,
                 is_free=not MemoryMeter.is_running(device),
                 is_on_host=device.type == "cpu",
             )
+            step.look = self._watching.step_begins(beginning)
         if step.look.is_measured:
             step.record = self._begin_record(step, arguments)
         if step.look.is_timed:

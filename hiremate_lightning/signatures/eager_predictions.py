@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from math import ceil
 from typing import Any
@@ -46,11 +47,18 @@ ROUNDING = 1.01  # factor for the blocks of an allocator
 OFFLOAD_BYTES_PER_MS = 3e6  # bytes offloaded and brought back in a millisecond; on a CPU, in files that are used again
 
 
+class SavedTensors(Enum):
+    """Where an eager step holds its saved tensors until the backward reads them."""
+
+    IN_MEMORY = "in memory"
+    OFFLOADED = "offloaded"
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """The predicted memory of an eager step."""
 
-    saves_memory: bool  # whether its saved tensors are offloaded until the backward reads them
+    saved: SavedTensors  # where it holds its saved tensors
     added_bytes: int  # most bytes that it adds to the resident bytes at its peak
     captured_bytes: int  # most bytes that its captured graph would add
     offloaded_bytes: int = 0  # most bytes that it offloads
@@ -124,10 +132,11 @@ class _EagerCode:
         schedule = lower(self._graph, eager_decisions(self._graph))
         return allocations(self._graph, schedule, self.offload, () if self._is_on_host else self.offload)
 
-    def at(self, sizes: tuple[int, ...], saves: bool) -> _Takes:
-        """Return the bytes that it takes at some sizes, with offloading (`saves`) or without."""
-        bounds, allocated = self._resizing.at(sizes), self._offloading if saves else self._eager
-        offloaded = bounds.high[self.offload if saves else []]
+    def at(self, sizes: tuple[int, ...], saved: SavedTensors) -> _Takes:
+        """Return the bytes that it takes at some sizes."""
+        is_offloaded = saved is SavedTensors.OFFLOADED
+        bounds, allocated = self._resizing.at(sizes), self._offloading if is_offloaded else self._eager
+        offloaded = bounds.high[self.offload if is_offloaded else []]
         low = allocated.peak_bytes(bounds.low, bounds.low_workspaces)
         high = allocated.peak_bytes(bounds.high, bounds.high_workspaces)
         high += int(offloaded[offloaded < LEAST_OFFLOAD].sum())  # smaller storages are not offloaded
@@ -152,10 +161,10 @@ class EagerPredictions:
         self._foreseen = deque[CapturedStep](maxlen=SAMPLES)
         self._codes: dict[tuple[StepSignature, int], tuple[tuple[CapturedStep, ...], _EagerCode]] = {}
         self._predicted = Latest[tuple[object, ...], Prediction | None](1024)
-        self._measured: dict[bool, list[_Measured]] = {}  # measured steps, by whether they offloaded
-        self._largest_bytes: dict[bool, int] = {}  # captured bytes of the largest measured step, likewise
+        self._measured: dict[SavedTensors, list[_Measured]] = {}  # measured steps
+        self._largest_bytes: dict[SavedTensors, int] = {}  # captured bytes of the largest measured step
         self._tries = 0  # steps measured in a row without showing their peak
-        self._ratios: dict[tuple[bool, float], float] = {}
+        self._ratios: dict[tuple[SavedTensors, float], float] = {}
 
     def learn(self, signature: StepSignature) -> None:
         """Predict also from the step of a planned signature; replace an older record of it."""
@@ -183,7 +192,7 @@ class EagerPredictions:
         return [signature for signature, step in planned if step.calls[:count] == called]
 
     def predict(
-        self, calls: Sequence[ModuleCall], likely: StepSignature, room_bytes: int, saves_memory: bool | None = None
+        self, calls: Sequence[ModuleCall], likely: StepSignature, room_bytes: int, saved: SavedTensors | None = None
     ) -> Prediction | None:
         """Predict the memory of the step under way if it runs eager.
 
@@ -191,23 +200,23 @@ class EagerPredictions:
             calls: Types and shapes of the tensors of its calls so far.
             likely: The signature whose code it most likely runs.
             room_bytes: Most bytes that it may add to the resident bytes.
-            saves_memory: Whether it offloads saved tensors; None to do so only if it does not fit otherwise.
+            saved: Where it holds its saved tensors; None to offload them only if it does not fit otherwise.
 
         Returns:
             The prediction; None if the step may not fit.
         """
-        key = tuple(calls), likely, room_bytes, saves_memory
+        key = tuple(calls), likely, room_bytes, saved
         return self._predicted.get_or(key, lambda: self._predict(*key))
 
     def _predict(
-        self, calls: tuple[ModuleCall, ...], likely: StepSignature, room_bytes: int, saves_memory: bool | None
+        self, calls: tuple[ModuleCall, ...], likely: StepSignature, room_bytes: int, asked: SavedTensors | None
     ) -> Prediction | None:
         codes = self._codes_called(calls, likely)
         if not codes:
             return None
-        ways = (False, True) if codes[0].offload else (False,)
-        for saves in ways if saves_memory is None else (saves_memory,):
-            predictions = [self._takes(code, _sizes(calls), saves) for code in codes]  # the step may run any of these
+        ways = tuple(SavedTensors) if codes[0].offload else (SavedTensors.IN_MEMORY,)
+        for saved in ways if asked is None else (asked,):
+            predictions = [self._takes(code, _sizes(calls), saved) for code in codes]  # the step may run any of these
             most = max(predictions, key=lambda prediction: prediction.added_bytes)
             if most.added_bytes <= room_bytes:
                 return most
@@ -215,13 +224,13 @@ class EagerPredictions:
 
     def with_margin(self, added_bytes: int) -> int:
         """Return the bytes of an eager step, from those of its captured graph."""
-        return ceil(added_bytes * self._ratio(False, RANDOM_RATIO))
+        return ceil(added_bytes * self._ratio(SavedTensors.IN_MEMORY, RANDOM_RATIO))
 
-    def _takes(self, code: _EagerCode, sizes: tuple[int, ...], saves: bool) -> Prediction:
-        takes = code.at(sizes, saves)
-        excess_bytes = (self._ratio(saves, code.unmeasured_ratio) - 1) * takes.growing[1]
+    def _takes(self, code: _EagerCode, sizes: tuple[int, ...], saved: SavedTensors) -> Prediction:
+        takes = code.at(sizes, saved)
+        excess_bytes = (self._ratio(saved, code.unmeasured_ratio) - 1) * takes.growing[1]
         added_bytes = ceil(ROUNDING * (takes.peaks[1] + excess_bytes)) + code.margin_bytes
-        return Prediction(saves, added_bytes, takes.peaks[1], takes.offloaded_bytes)
+        return Prediction(saved, added_bytes, takes.peaks[1], takes.offloaded_bytes)
 
     def _codes_called(self, calls: tuple[ModuleCall, ...], likely: StepSignature) -> list[_EagerCode]:
         """List the codes whose first calls look like these, the likely signature's first; none if it is not among them.
@@ -256,7 +265,7 @@ class EagerPredictions:
 
     def is_to_be_measured(self, prediction: Prediction, room_bytes: int) -> bool:
         """Whether to measure an eager step: it takes much of its room, and clearly more than each measured step."""
-        is_larger = prediction.captured_bytes > CLEARLY_LARGER * self._largest_bytes.get(prediction.saves_memory, 0)
+        is_larger = prediction.captured_bytes > CLEARLY_LARGER * self._largest_bytes.get(prediction.saved, 0)
         return 0 < self._tries < TRIES or (is_larger and prediction.added_bytes > NEAR * room_bytes)
 
     def measured(
@@ -264,30 +273,30 @@ class EagerPredictions:
     ) -> None:
         """Correct predictions by the bytes that a step added at its peak; None if the measurement missed some frees."""
         self._tries += 1
-        saves = prediction.saves_memory
+        saved = prediction.saved
         if added_bytes is not None:
-            measured = [*self._measured.get(saves, ()), _Measured(tuple(calls), likely, added_bytes)]
-            self._measured[saves] = sorted(measured, key=lambda step: step.added_bytes)[-COMPARED:]
+            measured = [*self._measured.get(saved, ()), _Measured(tuple(calls), likely, added_bytes)]
+            self._measured[saved] = sorted(measured, key=lambda step: step.added_bytes)[-COMPARED:]
             self._forget_predictions()
         if added_bytes is not None or self._tries == TRIES:
-            self._largest_bytes[saves] = max(self._largest_bytes.get(saves, 0), prediction.captured_bytes)
+            self._largest_bytes[saved] = max(self._largest_bytes.get(saved, 0), prediction.captured_bytes)
             self._tries = 0
 
-    def _ratio(self, saves: bool, unmeasured: float) -> float:
+    def _ratio(self, saved: SavedTensors, unmeasured: float) -> float:
         """Return the ratio of growing bytes in eager PyTorch to those in the captured graph.
 
         It is `unmeasured` until an eager step was measured.
         """
-        if (saves, unmeasured) not in self._ratios:
-            compared = [self._compare(saves, measured) for measured in self._measured.get(saves, ())]
+        if (saved, unmeasured) not in self._ratios:
+            compared = [self._compare(saved, measured) for measured in self._measured.get(saved, ())]
             largest_bytes = max((size_bytes for size_bytes, _ in compared), default=0.0)
             similar = [ratio for size_bytes, ratio in compared if size_bytes >= SIMILAR * largest_bytes]
-            others = (self._ratio(way, unmeasured) for way in self._measured if way != saves and not largest_bytes)
-            least = UNMEASURED_WAY_RATIO if saves and self._measured else unmeasured
-            self._ratios[saves, unmeasured] = max([LEAST_RATIO, *similar]) if largest_bytes else max([least, *others])
-        return self._ratios[saves, unmeasured]
+            others = (self._ratio(way, unmeasured) for way in self._measured if way is not saved and not largest_bytes)
+            least = UNMEASURED_WAY_RATIO if saved is SavedTensors.OFFLOADED and self._measured else unmeasured
+            self._ratios[saved, unmeasured] = max([LEAST_RATIO, *similar]) if largest_bytes else max([least, *others])
+        return self._ratios[saved, unmeasured]
 
-    def _compare(self, saves: bool, measured: _Measured) -> tuple[int, float]:
+    def _compare(self, saved: SavedTensors, measured: _Measured) -> tuple[int, float]:
         """Return the growing bytes of a measured eager step, by its captured graph, and the ratio of eager to captured.
 
         The bytes of the captured graph are only bounded: the ratio to their lower bound is the worst case. It counts up
@@ -295,7 +304,7 @@ class EagerPredictions:
         """
         sizes = _sizes(measured.calls)
         for code in self._codes_called(measured.calls, measured.likely)[:1]:
-            takes = code.at(sizes, saves)
+            takes = code.at(sizes, saved)
             if takes.growing[0]:
                 pairs = zip(takes.peaks, takes.growing, strict=True)
                 excess = [(measured.added_bytes - peak) / growing for peak, growing in pairs]

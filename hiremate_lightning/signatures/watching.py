@@ -60,6 +60,20 @@ class Look:
     is_timed: bool = False  # whether its operations are timed
 
 
+@dataclass(frozen=True, slots=True)
+class BeginningStep:
+    """What decides whether a step that begins is measured or timed."""
+
+    likely: StepSignature | None  # the planned signature that it likely has; None if there is no plan
+    foreseen: StepSignature | None  # the signature that it likely has, planned or not; None if none started like it
+    size_bytes: int  # bytes of its arguments
+    needs_iteration: bool = False  # whether graphs wait in its iteration, whose added memory was not measured
+    is_free: bool = True  # whether memory is not being measured already
+    # Whether it runs on the CPU, where its operations can be timed while its memory is measured: on a GPU the events
+    # would include time in which it waits for the host.
+    is_on_host: bool = False
+
+
 class WatchPolicy:
     """Decides which steps are measured or timed."""
 
@@ -72,29 +86,12 @@ class WatchPolicy:
         self._unseen: tuple[StepSignature, Reason | None] | None = None
         self._left_in_a_row = 0  # how many of them
 
-    def step_begins(
-        self,
-        likely: StepSignature | None,
-        foreseen: StepSignature | None,
-        size_bytes: int,
-        is_piece: bool = False,
-        is_free: bool = True,
-        is_on_host: bool = False,
-    ) -> Look:
-        """Decide whether to measure or time a step that begins now.
-
-        Args:
-            likely: The planned signature that it likely has; None if there is no plan.
-            foreseen: The signature that it likely has, planned or not; None if no step has started like it.
-            size_bytes: Bytes of its arguments.
-            is_piece: Whether graphs wait in its iteration, and memory that the iteration adds was not measured.
-            is_free: Whether memory is not being measured already.
-            is_on_host: Whether it runs on the CPU, where its operations can be timed while its memory is measured: on a
-                GPU the events would include time in which it waits for the host.
-        """
-        is_new = size_bytes > self._largest_bytes or foreseen in self._missed
-        reason = Reason.PLAN if likely is None or is_new else _reason(likely, is_piece, is_free)
-        signature = foreseen if reason is Reason.PLAN else likely
+    def step_begins(self, step: BeginningStep) -> Look:
+        """Decide whether to measure or time a step; the step counts as watched then."""
+        likely = step.likely
+        is_new = step.size_bytes > self._largest_bytes or step.foreseen in self._missed
+        reason = Reason.PLAN if likely is None or is_new else _reason(likely, step)
+        signature = step.foreseen if reason is Reason.PLAN else likely
         watched = self._without_plans if signature is None else signature.watched
         is_any_left = reason is not Reason.PLAN or TO_PLAN.is_due(self._looks_to_plan, self._count)
         if reason is not None and is_any_left and SCHEDULES[reason].is_due(watched.looks[reason], watched.steps):
@@ -104,10 +101,11 @@ class WatchPolicy:
         else:
             reason = None if self._unseen is None else self._unseen[1]
             is_measured = self._unseen is not None
-        if likely is not None and is_free:
+        if likely is not None and step.is_free:
             likely.watched.higher += _is_higher(likely)
-        self._largest_bytes = max(self._largest_bytes, size_bytes)
-        return Look(reason, is_measured, reason is Reason.TIME or (is_measured and likely is None and is_on_host))
+        self._largest_bytes = max(self._largest_bytes, step.size_bytes)
+        is_timed = reason is Reason.TIME or (is_measured and likely is None and step.is_on_host)
+        return Look(reason, is_measured, is_timed)
 
     def step_ended(self, look: Look, signature: StepSignature, saw: Saw = Saw.NOTHING) -> None:
         """Count a step that has ended, with what its measurement has shown; not called for a step that failed."""
@@ -138,18 +136,18 @@ class WatchPolicy:
         self._missed.pop(signature, None)
 
 
-def _reason(signature: StepSignature, is_piece: bool, is_free: bool) -> Reason | None:
-    """Return why to watch a step that likely has a planned signature; None for no reason."""
+def _reason(signature: StepSignature, step: BeginningStep) -> Reason | None:
+    """Return why to watch a step that likely has this planned signature; None for no reason."""
     measured, watched = signature.own_plan.measured, signature.watched
-    if measured.peak_bytes is None or (is_free and watched.higher >= OFTEN and _is_higher(signature)):
+    if measured.peak_bytes is None or (step.is_free and watched.higher >= OFTEN and _is_higher(signature)):
         return Reason.PEAK
-    if is_piece and is_free:
+    if step.needs_iteration and step.is_free:
         return Reason.ITERATION
     if measured.step_ms is None:
         return Reason.TIME
-    if watched.has_grown and is_free:
+    if watched.has_grown and step.is_free:
         return Reason.GROWN
-    return Reason.AGAIN if is_free and signature.recorded.outside_bytes > GUARD_BYTES else None
+    return Reason.AGAIN if step.is_free and signature.recorded.outside_bytes > GUARD_BYTES else None
 
 
 def _is_higher(signature: StepSignature) -> bool:

@@ -16,6 +16,7 @@ from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.rewriting import losses
 from hiremate_lightning.rewriting.overwriting import overwriting
 from hiremate_lightning.running.copies import Block, HostMemory, Leaving
+from hiremate_lightning.signatures.eager_predictions import SavedTensors
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private.tensor_state import storage_id
 from tests.behaviour.exactness.test_accumulation import batch, weight_bytes, wide
@@ -245,7 +246,7 @@ def test_steps_of_new_sizes_offload_within_the_budget():
         assert all(map(torch.equal, *found))
     session = targets_of(model).session
     assert session.captured_count == 1
-    assert session.steps.eager.prediction.saves_memory
+    assert session.steps.eager.prediction.saved is SavedTensors.OFFLOADED
     assert session._model.offloading.memory.size_bytes > 0
 
 

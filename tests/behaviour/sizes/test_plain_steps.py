@@ -22,6 +22,7 @@ from hiremate_lightning.signatures.eager_predictions import (
     CapturedStep,
     EagerPredictions,
     Prediction,
+    SavedTensors,
 )
 from hiremate_lightning.signatures.step_signature import StepSignature
 from hiremate_lightning.targets.modules import targets_of
@@ -77,9 +78,11 @@ def known(*steps: CapturedStep) -> EagerPredictions:
     return plain
 
 
-def takes(plain: EagerPredictions, rows: int, length: int, saves_memory: bool = False) -> float | None:
+def takes(
+    plain: EagerPredictions, rows: int, length: int, saved: SavedTensors = SavedTensors.IN_MEMORY
+) -> float | None:
     """Return what the captured graph is predicted to take, without the few bytes that always remain."""
-    found = plain.predict([call(rows, length)], SIGNATURE, 10**9, saves_memory)
+    found = plain.predict([call(rows, length)], SIGNATURE, 10**9, saved)
     return None if found is None else found.captured_bytes
 
 
@@ -96,15 +99,15 @@ def test_a_step_fits_or_it_does_not():
     plain = known(captured(4, 100))
     most = plain.predict([call(4, 60)], SIGNATURE, 10**9)
     assert plain.predict([call(4, 60)], SIGNATURE, most.added_bytes) is not None
-    assert plain.predict([call(4, 60)], SIGNATURE, most.added_bytes - 1, saves_memory=False) is None
+    assert plain.predict([call(4, 60)], SIGNATURE, most.added_bytes - 1, saved=SavedTensors.IN_MEMORY) is None
 
 
 def test_the_first_way_that_fits_is_chosen():
     plain = known(captured(400, 100, times=8))
     rooms = 10**9, 4 * bytes_at(400, 100), 4
     found = [plain.predict([call(400, 100)], SIGNATURE, room) for room in rooms]
-    ways = [None if prediction is None else prediction.saves_memory for prediction in found]
-    assert ways == [False, True, None]
+    ways = [None if prediction is None else prediction.saved for prediction in found]
+    assert ways == [SavedTensors.IN_MEMORY, SavedTensors.OFFLOADED, None]
 
 
 def test_calls_of_another_form_tell_nothing():
@@ -126,8 +129,8 @@ def test_a_step_without_rows_tells_nothing_of_steps_with_rows():
     assert takes(plain, 0, 50) is not None
 
 
-def prediction(plain: EagerPredictions, length: int, saves_memory: bool = False) -> Prediction:
-    return plain.predict([call(4, length)], SIGNATURE, 10**9, saves_memory)
+def prediction(plain: EagerPredictions, length: int, saved: SavedTensors = SavedTensors.IN_MEMORY) -> Prediction:
+    return plain.predict([call(4, length)], SIGNATURE, 10**9, saved)
 
 
 def added(plain: EagerPredictions, length: int) -> int:
@@ -164,10 +167,10 @@ def test_a_bound_that_lies_high_does_not_lower_the_ratio():
 def test_a_way_that_was_not_measured_has_a_margin_of_its_own():
     plain = known(captured(4, 100))
     measure(plain, 90, 1.05)
-    found = prediction(plain, 90, saves_memory=True)
+    found = prediction(plain, 90, saved=SavedTensors.OFFLOADED)
     assert found.added_bytes > UNMEASURED_WAY_RATIO * (found.captured_bytes - 8)
     measure(plain, 91, 1.4)
-    assert prediction(plain, 90, saves_memory=True).added_bytes > 1.4 * (found.captured_bytes - 8)
+    assert prediction(plain, 90, saved=SavedTensors.OFFLOADED).added_bytes > 1.4 * (found.captured_bytes - 8)
 
 
 def test_clearly_larger_steps_are_measured():

@@ -14,6 +14,7 @@ from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.planning.planner import make_options
 from hiremate_lightning.sessions import offloading
 from hiremate_lightning.sessions.session import Session
+from hiremate_lightning.signatures.eager_predictions import SavedTensors
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.targets.training_step import StepTarget
 from hiremate_lightning.testing import session_of
@@ -74,7 +75,7 @@ def ways(model: nn.Module) -> list[str]:
 def way_of(session: Session) -> str:
     """Return how the latest step ran."""
     plain = session.steps.eager
-    return "plan" if plain is None else "offloaded" if plain.prediction.saves_memory else "plain"
+    return "plan" if plain is None else "offloaded" if plain.prediction.saved is SavedTensors.OFFLOADED else "plain"
 
 
 @pytest.mark.parametrize("make", [Net, Gradients])

@@ -16,13 +16,13 @@ from hiremate_lightning.sessions.modes import (
     graph_mode,
     step_mode,
 )
-from hiremate_lightning.signatures.eager_predictions import Prediction
+from hiremate_lightning.signatures.eager_predictions import Prediction, SavedTensors
 
-KEPT, OFFLOADED = False, True  # what a prediction says of saved tensors
+IN_MEMORY, OFFLOADED = SavedTensors
 
 
 def facts(
-    fits: bool | None = KEPT,
+    fits: SavedTensors | None = IN_MEMORY,
     is_gainless: bool = False,
     has_own_plan: bool = False,
     is_begun: bool = False,
@@ -40,12 +40,12 @@ def facts(
     predictions = SimpleNamespace(
         called_like=lambda calls: [signature] if has_own_plan else [],
         with_margin=lambda added_bytes: added_bytes,
-        predict=lambda calls, likely, room_bytes, saves: None if fits is None else Prediction(fits, 10, 10),
+        predict=lambda calls, likely, room_bytes, saved: None if fits is None else Prediction(fits, 10, 10),
     )
     return StepFacts(
         calls=["a call"],
         likely=signature,
-        begun=GivenBack(Prediction(KEPT, 10, 10), signature, is_at_its_sizes=True) if is_begun else None,
+        begun=GivenBack(Prediction(IN_MEMORY, 10, 10), signature, is_at_its_sizes=True) if is_begun else None,
         predictions=predictions,
         offloading=SimpleNamespace(has_room=lambda size_bytes: has_room),
         sizes_vary=False,
