@@ -11,7 +11,7 @@ from torch import nn
 
 from .calls.slots import refuse
 from .errors import ConfigurationError
-from .options import OPTIONS, Sizes, refuse_changes
+from .options import Sizes, refuse_changes
 from .planning.plan import Plan
 from .planning.planner import make_options
 from .sessions.session import Session
@@ -93,6 +93,20 @@ def hiremate(
     Example:
         >>> model = hiremate(model, budget="10 GiB")
     """
+    # `locals()` holds only the arguments here.
+    take_over(**locals())
+    return model
+
+
+def take_over(
+    model: nn.Module,
+    budget: int | float | str = "auto",
+    *,
+    target: Target = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: Any,
+) -> Targets:
+    """Plan a model as `hiremate` does, with its arguments and errors; return the targets that plan its calls."""
     if isinstance(budget, nn.Module):
         raise ConfigurationError(
             f"The model comes first, then the budget: expected hiremate(model, {_named(model)}), found a "
@@ -103,32 +117,29 @@ def hiremate(
             f"optimizer must be a torch.optim.Optimizer, such as torch.optim.AdamW(model.parameters()), "
             f"found {_named(optimizer)}. Leave it out where there are several, or none yet: all are found as they step."
         )
-    # `locals()` holds only the arguments here.
-    options = make_options(**{name: value for name, value in locals().items() if name in OPTIONS})
+    asked = make_options(budget, **options)
     root = inside_wrappers(model)
     targets = None
     if isinstance(root, nn.Module):
         give_way(root)
         targets = targets_of(root)
     if targets is not None and any(root is module for module in targets.root.modules()):
-        refuse_changes(targets.session.options, options)
+        refuse_changes(targets.session.options, asked)
         targets.candidates.refuse_others(root, target)
-        targets.session.set_budget(options.budget)
-        if optimizer is not None:
-            targets.session.watch_optimizer(optimizer)
-        if verbose is not True:  # the default changes nothing
-            targets.session.reporter.verbose = verbose
-        return model
-    refuse(model)  # the wrapper too: Fabric compiles the model there
-    if targets is not None:
-        raise ConfigurationError(
-            f"Can't plan {type(root).__name__}: a part of it is planned already. Call remove_hiremate(model) first."
-        )
-    session = Session(root, options)
+        targets.session.set_budget(asked.budget)
+        if asked.verbose is not True:  # the default changes nothing
+            targets.session.reporter.verbose = asked.verbose
+    else:
+        refuse(model)  # the wrapper too: Fabric compiles the model there
+        if targets is not None:
+            raise ConfigurationError(
+                f"Can't plan {type(root).__name__}: a part of it is planned already. Call remove_hiremate(model) first."
+            )
+        targets = Targets(root, Session(root, asked), target)
+        targets.attach()
     if optimizer is not None:
-        session.watch_optimizer(optimizer)
-    Targets(root, session, target).attach()
-    return model
+        targets.session.watch_optimizer(optimizer)
+    return targets
 
 
 def _named(value: object) -> str:

@@ -14,14 +14,13 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from ..api import hiremate, remove_hiremate
+from ..api import remove_hiremate, take_over
 from ..errors import BudgetError, ConfigurationError
 from ..options import ENVIRONMENT_BUDGET
 from ..planning.plan import Plan
 from ..planning.planner import make_options
 from ..reporting.plan_summary import plan_metrics
 from ..targets.candidates import Target
-from ..targets.modules import targets_of
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 REASONS = {
@@ -77,15 +76,13 @@ def prepare_hiremate(
             "nn.Module, and prepare the others with accelerator.prepare."
         )
     optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
-    hiremate(
+    planned = take_over(
         modules[0],
         _chosen_budget() if budget is None else budget,
         target=target,
         optimizer=optimizers[0] if len(optimizers) == 1 else None,
         **options,
     )
-    planned = targets_of(modules[0])
-    assert planned is not None, "hiremate() has just taken it over"
 
     def log(plan: Plan) -> None:
         if accelerator.trackers:

@@ -25,7 +25,7 @@ import torch.distributed
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..api import FABRIC_WRAPPER, hiremate, inside_wrappers
+from ..api import FABRIC_WRAPPER, inside_wrappers, take_over
 from ..calls.replaced import CompiledCall, take_compiled
 from ..calls.slots import Slot, refuse
 from ..errors import ConfigurationError, HiRemateError
@@ -269,9 +269,7 @@ class Finder:
 
     def _plan(self, root: nn.Module, alive: Alive) -> None:
         compiled = take_compiled(root)
-        hiremate(root, self._budget, target=self._target, **self._options)
-        planned = targets_of(root)
-        assert planned is not None, "hiremate() has just taken it over"
+        planned = take_over(root, self._budget, target=self._target, **self._options)
         planned.gives_way = partial(self.note_script_plans, _name(root))
         session = planned.session
         for optimizer in alive.optimizers_of(root):

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..api import get_plan, hiremate, remove_hiremate
+from ..api import get_plan, remove_hiremate, take_over
 from ..planning.plan import Plan
 from ..planning.planner import make_options
 from ..targets.candidates import Target
@@ -49,9 +49,7 @@ class HiRemateTrainerCallback(TrainerCallback):
         """Plan the model that the Trainer has wrapped."""
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps the optimizer
-        hiremate(model, self._budget, target=self._target, optimizer=optimizer, **self._options)
-        planned = targets_of(model)
-        assert planned is not None, "hiremate() has just taken it over"
+        planned = take_over(model, self._budget, target=self._target, optimizer=optimizer, **self._options)
         planned.session.reporter.folder = Path(args.output_dir)
         planned.session.replace_compiling()
 
