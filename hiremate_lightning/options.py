@@ -198,7 +198,10 @@ class SessionOptions:
         "str",
         "portfolio",
         SOLVER_MEANING,
-        flag=Flag("leave it at the default; others: segments, none, or a method of a paper", metavar="NAME"),
+        flag=Flag(
+            f"leave it at the default; to compare, segments, none, or a method of a paper: {', '.join(METHODS)}",
+            metavar="NAME",
+        ),
     )
     compile: str | None = _option(
         "str | None",

@@ -27,7 +27,7 @@ WORDS = {  # words that an option takes, and the error for another word
     "autocast": (HALF_TYPES, "--autocast must be bfloat16 or float16, found {!r}.{}"),
     "param_dtype": (HALF_TYPES, "--param-dtype must be bfloat16 or float16, found {!r}.{}"),
 }
-ABOVE_ZERO = ("time_limit", "tflops", "bandwidth", "points", "max_batch", "tp", "link", "host_link")
+ABOVE_ZERO = ("time_limit_s", "tflops", "bandwidth", "points", "max_batch", "tp", "link", "host_link")
 _BETWEEN = re.compile(r"(?<=[A-Za-z%])\s*,\s*")  # after a unit, or "auto"; other commas group digits
 
 
@@ -136,7 +136,8 @@ def read(asked: argparse.Namespace) -> None:
             setattr(asked, name, reader(values[name]))
     for name in ABOVE_ZERO:
         if name in values and not values[name] > 0:
-            raise ConfigurationError(f"--{name.replace('_', '-')} must be above 0, found {values[name]}")
+            flag = name.removesuffix("_s").replace("_", "-")
+            raise ConfigurationError(f"--{flag} must be above 0, found {values[name]}")
     for name in ("html", "svg", "json"):
         if values.get(name) not in (None, "-"):
             writable(values[name])  # fail before solving, which takes minutes

@@ -22,17 +22,14 @@ from rich.text import Text
 
 from .. import __version__
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean, place_of
-from ..options import METHODS, OPTIONS, SEARCH_OPTIONS
+from ..options import OPTIONS, SEARCH_OPTIONS
 from ..reporting.plan_summary import read_summary, rows_of, summary_rows
 from ..reporting.terminal import Output, module_table
-from .run import OneLineParser
+from .run import OneLineParser, add_flag
 from .run import main as run_script
 
 OK, PROBLEM, USAGE, STOPPED = 0, 1, 2, 130
 RUN = "run"  # the arguments after this word belong to a script
-SOLVERS = (
-    f"leave it at the default, portfolio; to compare, segments, none, or a method of a paper: {', '.join(METHODS)}"
-)
 LABEL_WIDTH = 12
 
 # Options of other tools, and what to use here instead.
@@ -217,7 +214,7 @@ def _add_model_commands(commands: Any) -> None:
     host = plan.add_argument_group("the host's memory, between forward and backward")
     host.add_argument("--offload", action="store_true", help="let the plan put values there, from a GPU")
     host.add_argument("--host-link", type=float, help="copies each way, GB a second (default: 25, PCIe 4; or measured)")
-    host.add_argument("--host-budget", metavar="BYTES", help='most bytes of it, such as "64 GiB" (default: no limit)')
+    add_flag(host, OPTIONS["host_budget"], None, "no limit")
     words = '"8 GiB", "60%%" of what the step adds, or "auto" for what is free'
     plan.add_argument("--budget", required=True, help=words)
     plan.add_argument("--html", metavar="FILE", type=Path, help="write the report as one HTML page")
@@ -226,7 +223,7 @@ def _add_model_commands(commands: Any) -> None:
     _add_several(curve)
     curve.add_argument("--points", type=int, default=10, help="budgets to solve (default: %(default)s)")
     compare = _model_command(commands, "compare", "compare methods of solving under the same budgets")
-    compare.set_defaults(time_limit=10.0, solver="none")
+    compare.set_defaults(time_limit_s=10.0, solver="none")
     _add_several(compare)
     words = '"8 GiB", "60%%" of what the step adds, or several such as 70%%,50%%,30%%'
     compare.add_argument("--budget", dest="budgets", required=True, help=words)
@@ -276,8 +273,8 @@ def _model_command(commands: Any, name: str, words: str) -> argparse.ArgumentPar
     costs.add_argument("--measure", action="store_true", help="measure each operation; the device must be there")
     solving = parser.add_argument_group("solving and output")
     if name != "compare":
-        solving.add_argument("--solver", default=OPTIONS["solver"].default, help=f"{SOLVERS} (default: %(default)s)")
-    solving.add_argument("--time-limit", type=float, default=20.0, help="seconds to solve (default: %(default)s)")
+        add_flag(solving, OPTIONS["solver"], OPTIONS["solver"].default)
+    add_flag(solving, OPTIONS["time_limit_s"], 20.0)
     _add_json(solving)
     return parser
 

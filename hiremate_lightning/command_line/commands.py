@@ -169,7 +169,7 @@ def _plan_on(work: _Work, shards: int, on_infeasible: str = "raise") -> tuple[Of
     room = work.room(asked.budget, captured.resident_bytes, step.plain_bytes)
 
     def solve(step: Step, on_infeasible: str, host: Host = Host(0)) -> Plan:
-        options = SessionOptions(time_limit_s=asked.time_limit, on_infeasible=on_infeasible, solver=asked.solver)
+        options = SessionOptions(time_limit_s=asked.time_limit_s, on_infeasible=on_infeasible, solver=asked.solver)
         progress = work.reporter.solving(step_time_ms(step.graph, step.profile))
         made = unless_short(make_plan(step, room, options, captured.name, progress=progress, host=host))
         planning = replace(made.planning, capture_s=captured.capture_s)
@@ -235,7 +235,7 @@ def curve(asked: argparse.Namespace) -> int:
     """Show the extra time of many budgets."""
     work = _Work(asked)
     captured, step = work.capture()
-    problem = Problem(step.graph, step.profile, 0, SolveOptions(asked.time_limit))
+    problem = Problem(step.graph, step.profile, 0, SolveOptions(asked.time_limit_s))
     with work.reporter.stage("solving"):
         solved = solve_curve(problem, asked.points, apart(asked.solver))
     points = comparisons.curve_points(solved, captured.resident_bytes, step.plain_bytes)
@@ -254,7 +254,7 @@ def compare(asked: argparse.Namespace) -> int:
     captured, step = work.capture()
     resident_bytes = captured.resident_bytes
     named = _budgets_in_words(work, captured, step)
-    problem = Problem(step.graph, step.profile, step.plain_bytes, SolveOptions(asked.time_limit))
+    problem = Problem(step.graph, step.profile, step.plain_bytes, SolveOptions(asked.time_limit_s))
     comparison = _solved_by_each(work, problem, named, methods)
     if asked.svg is not None:
         panel = panel_of(comparison, methods, captured.name, resident_bytes, step.plain_bytes)
@@ -263,7 +263,7 @@ def compare(asked: argparse.Namespace) -> int:
     done, count = len(comparison.outcomes), len(named) * len(methods)
     notes = [
         *([f"Interrupted: {done} of {count} solves are done. The rest is left out."] if done < count else []),
-        f"Each method did at most the work of {asked.time_limit:g} s of an idle core for each budget. Seconds are by "
+        f"Each method did at most the work of {asked.time_limit_s:g} s of an idle core for each budget. Seconds are by "
         "the clock of this machine as it is now.",
         *work.notes(captured),
     ]
@@ -348,7 +348,7 @@ def _forecast(work: _Work, seen: Sequence[tuple[OfflineStep, Step]], limit_bytes
     """Return a forecast of all sizes from the step captured at two sizes."""
     samples = {captured.size: step for captured, step in seen}
     resident = Line(list(samples), [captured.resident_bytes for captured, _ in seen])
-    limit_s = max(1.0, work.asked.time_limit / FIT_PLANS)
+    limit_s = max(1.0, work.asked.time_limit_s / FIT_PLANS)
     options = SessionOptions(time_limit_s=limit_s, on_infeasible="warn", solver=work.asked.solver)
     try:
         return Forecast(samples, allocated_bytes(1, work.options.device), resident, limit_bytes, options)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean
-from ..options import ENVIRONMENT_BUDGET, OPTIONS
+from ..options import ENVIRONMENT_BUDGET, OPTIONS, Option
 from ..planning.planner import make_options
 from ..reporting.svg_report import writable
 from ..reporting.terminal import write_json
@@ -73,6 +73,16 @@ class OneLineParser(argparse.ArgumentParser):
         return f"there is no option {name!r}.{hint}{self.rest}"
 
 
+def add_flag(parser: Any, option: Option, default: Any, default_words: str = "") -> None:
+    """Add the flag of an option to a parser or to a group of it; `default` is the value if the flag is left out."""
+    flag = option.flag
+    assert flag is not None, "the option can be given on a command line"
+    values = {"choices": flag.choices} if flag.choices else {"type": flag.type, "metavar": flag.metavar}
+    words = default_words or ("" if default is None else "%(default)s")
+    text = f"{flag.help} (default: {words})" if words else flag.help
+    parser.add_argument(option.flag_name, dest=option.name, default=default, help=text, **values)
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's own options, which end at the script."""
     made = OneLineParser(
@@ -94,14 +104,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--html", metavar="FILE", type=Path, help="write the plan as one HTML page at the end")
     made.add_argument("--json", metavar="FILE", help="write the numbers as JSON at the end; - for the output")
     for option in OPTIONS.values():
-        if option.flag is None:
-            continue
-        more: dict[str, Any] = {"type": option.flag.type, "metavar": option.flag.metavar}
-        if option.flag.choices:
-            more = {"choices": option.flag.choices}
-        default = "" if option.default in (None, False) else f" (default: {option.default})"
-        words = f"{option.flag.help}{default}"
-        made.add_argument(option.flag_name, dest=option.name, default=option.default, help=words, **more)
+        if option.flag is not None:
+            add_flag(made, option, option.default)
     made.add_argument("--debug", action="store_true", help="show where an error of hiremate comes from")
     made.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m"

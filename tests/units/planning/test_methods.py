@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from hiremate_lightning import hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
-from hiremate_lightning.command_line.cli import SOLVERS
-from hiremate_lightning.options import METHODS
+from hiremate_lightning.options import METHODS, OPTIONS
 from hiremate_lightning.planning.solvers import Solution, get_strategy, strategy_names
 from hiremate_lightning.planning.solvers.chain import ChainBytes, ChainLink, ChainSpan, links, policy_of
 from hiremate_lightning.planning.solvers.methods import chen, dtr, min_memory, rockmate, rotor, twremat
@@ -136,7 +135,7 @@ def test_a_note_is_announced_once_and_is_in_the_summary(caplog):
 
 
 def test_where_solvers_are_named_all_of_them_are():
-    for text in (hiremate.__doc__, HiRemateCallback.__doc__, SOLVERS):
+    for text in (hiremate.__doc__, HiRemateCallback.__doc__, OPTIONS["solver"].flag.help):
         assert text is not None
         assert [name for name in strategy_names() if name not in text] == []
 
@@ -223,12 +222,12 @@ def test_rockmate_is_at_least_as_fast_as_rotor_on_blocks():
     sizes = ChainBytes(model, links(model, 6))
     for percent in (70, 50, 40):
         budget = model.keep_all_bytes * percent // 100
-        tables = [rotor.Table(model, sizes, t(search, sizes), budget) for t in OPTIONS]
+        tables = [rotor.Table(model, sizes, t(search, sizes), budget) for t in BLOCK_OPTIONS]
         assert tables[1].least_ms <= tables[0].least_ms
         assert tables[1].least_ms < math.inf
 
 
-OPTIONS = (rotor.whole_tapes, rockmate.options_of_blocks)
+BLOCK_OPTIONS = (rotor.whole_tapes, rockmate.options_of_blocks)
 
 
 # ---------------------------------------------------------------- min_memory
