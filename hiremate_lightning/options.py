@@ -199,7 +199,8 @@ class SessionOptions:
         "portfolio",
         SOLVER_MEANING,
         flag=Flag(
-            f"leave it at the default; to compare, segments, none, or a method of a paper: {', '.join(METHODS)}",
+            "leave it at the default, portfolio; to compare, segments, none, or a method of a paper: "
+            + ", ".join(METHODS),
             metavar="NAME",
         ),
     )
