@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .graph import OUTSIDE, Graph, Node
+from .graph import OUTSIDE, Graph, Node, bytes_of
 
 HALF_TYPES = ("bfloat16", "float16")
 
@@ -63,8 +63,14 @@ def in_eager(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
             node = replace(node, is_random=False, reads_mutated=False)
         nodes.append(node)
     pairs = zip(graph.nodes, profile.workspace_bytes, strict=True)
-    workspaces = tuple(size if node.op == OUTSIDE else max(size, node.plain_bytes) for node, size in pairs)
+    workspaces = tuple(size if node.op == OUTSIDE else _eager_workspace(graph, node, size) for node, size in pairs)
     return replace(graph, nodes=tuple(nodes), storages=storages), replace(profile, workspace_bytes=workspaces)
+
+
+def _eager_workspace(graph: Graph, node: Node, size_bytes: int) -> int:
+    """Return a node's workspace in eager PyTorch, with the result that eager allocates beside the overwritten input."""
+    written = bytes_of(graph, node.outputs) if node.is_out_of_place_in_eager else 0
+    return max(size_bytes, node.plain_bytes) + written
 
 
 @dataclass(frozen=True, slots=True)

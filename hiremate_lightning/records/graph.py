@@ -79,6 +79,7 @@ class Node:
     key: str = ""
     is_random: bool = False  # draws random numbers; never run twice
     is_mutating: bool = False  # writes to one of its inputs; never run twice
+    is_out_of_place_in_eager: bool = False  # writes its result over an input, while eager PyTorch allocates a result
     # Reads a buffer that the step overwrites, or may read a variable of Python, so that a second run may give other
     # numbers; never run twice.
     reads_mutated: bool = False

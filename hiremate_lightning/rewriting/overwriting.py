@@ -81,6 +81,9 @@ _INTO_FIRST: dict[Any, tuple[Any, str]] = {
     **_INTO_FIRST_BY_ROWS,
 }
 
+# Operators that autograd runs in place too if it may: it adds gradients up in the first one, and fills zeros.
+_IN_PLACE_IN_EAGER = (aten.add.Tensor, aten.index_add.default, aten.index_put.default, aten.scatter_add.default)
+
 # For complex numbers, these operators round differently in place than out of place: the compiler's choice of
 # instructions depends on whether tensors overlap. `mul` does not if all tensors have the same strides.
 _COMPLEX_PRODUCTS = (aten.div.Tensor, aten.sigmoid_backward.default, aten.tanh_backward.default)
@@ -221,9 +224,11 @@ class _Search:
         for position, index in enumerate(self.graph.backward):
             safe = [pair for pair in self._candidates(index) if self._is_safe(position, index, pair[1])]
             if safe:
-                overwrites[self.fx_nodes[index]], dying = safe[0]
+                place, dying = safe[0]
+                overwrites[self.fx_nodes[index]] = place
                 self._take(index, dying)
-                records[index] = replace(records[index], is_mutating=True)
+                is_as_in_eager = place == 0 and self.fx_nodes[index].target in _IN_PLACE_IN_EAGER
+                records[index] = replace(records[index], is_mutating=True, is_out_of_place_in_eager=not is_as_in_eager)
         tensors = tuple(replace(t, storage=self.taken.get(t.storage, t.storage)) for t in self.graph.tensors)
         sizes = (0 if i in self.taken else storage.size_bytes for i, storage in enumerate(self.graph.storages))
         storages = tuple(replace(s, size_bytes=size) for s, size in zip(self.graph.storages, sizes, strict=True))
