@@ -114,20 +114,20 @@ def problem_of(step: OfflineStep, machine: Machine, gb_per_s: float, limit_s: fl
     return Problem(merged.graph, profile, 0, SolveOptions(limit_s), Host(UNLIMITED))
 
 
-def solved(whole: Problem, plain_bytes: int) -> tuple[dict[float, Solution], list[Decisions]]:
+def solved(whole: Problem, eager_bytes: int) -> tuple[dict[float, Solution], list[Decisions]]:
     """Solve all budgets; give what each found, and all schedules that values may be offloaded from."""
     found = {
-        share: get_strategy("portfolio")(replace(whole, budget_bytes=int(share * plain_bytes))) for share in SHARES
+        share: get_strategy("portfolio")(replace(whole, budget_bytes=int(share * eager_bytes))) for share in SHARES
     }
-    smallest = smallest_budget(replace(whole, budget_bytes=plain_bytes))
+    smallest = smallest_budget(replace(whole, budget_bytes=eager_bytes))
     schedules = [s.recompute for s in (*found.values(), smallest) if s.is_feasible]
     return found, list(dict.fromkeys([keep_all(whole.graph), *schedules]))
 
 
-def rows(whole: Problem, found: dict[float, Solution], schedules: list[Decisions], plain_bytes: int) -> Iterator[Row]:
+def rows(whole: Problem, found: dict[float, Solution], schedules: list[Decisions], eager_bytes: int) -> Iterator[Row]:
     """Offload what each budget asks for."""
     for share, without in found.items():
-        problem = replace(whole, budget_bytes=int(share * plain_bytes))
+        problem = replace(whole, budget_bytes=int(share * eager_bytes))
         model = StepModel(replace(problem, options=SolveOptions(BOUND_LIMIT_S)))
         bound_ms = offload_bound(model, problem.budget_bytes, BOUND_LIMIT_S)
         yield Row(share, problem, without, fastest_choice(problem, schedules), bound_ms)
@@ -145,18 +145,18 @@ def write(name: str, is_toy: bool, limit_s: float) -> None:
     )
     for label, (machine, gb_per_s) in MACHINES.items():
         whole = problem_of(step, machine, gb_per_s, limit_s)
-        plain_bytes = simulate_eager(whole.graph, whole.profile).peak_bytes
+        eager_bytes = simulate_eager(whole.graph, whole.profile).peak_bytes
         if not known:
-            smallest = smallest_budget(replace(whole, budget_bytes=plain_bytes)).peak_bytes / plain_bytes
-            print(f"## {name}\n\nPlain: {format_bytes(plain_bytes)}. Smallest budget: {100 * smallest:.1f} %", end="")
+            smallest = smallest_budget(replace(whole, budget_bytes=eager_bytes)).peak_bytes / eager_bytes
+            print(f"## {name}\n\nPlain: {format_bytes(eager_bytes)}. Smallest budget: {100 * smallest:.1f} %", end="")
         if machine not in known:
-            known[machine] = solved(whole, plain_bytes)
+            known[machine] = solved(whole, eager_bytes)
         found, schedules = known[machine]
         if len(known) == 1 and machine is next(iter(known)):
-            least = (least_bytes(whole, schedules) or 0) / plain_bytes
+            least = (least_bytes(whole, schedules) or 0) / eager_bytes
             print(f"; with values offloaded {100 * least:.1f} %.\n")
         print(f"{label}: a plain step takes {whole.step_ms:.1f} ms.\n\n{page_tables.head(*columns)}", end="")
-        for row in rows(whole, found, schedules, plain_bytes):
+        for row in rows(whole, found, schedules, eager_bytes):
             print(page_tables.row(*row.cells()), end="", flush=True)
         print(flush=True)
 

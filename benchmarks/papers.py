@@ -82,7 +82,7 @@ def capture(name: str, folder: Path) -> Network:
         (len(step.graph.forward), len(step.graph.backward)),
         step_time_ms(step.graph, step.profile),
         captured.resident_bytes,
-        step.plain_bytes,
+        step.eager_bytes,
         least.peak_bytes,
     )
     write_step(folder, name, step.graph, step.profile)

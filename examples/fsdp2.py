@@ -83,7 +83,7 @@ def main() -> bool:
     parser.add_argument("--batch", type=int, default=16)
     sizes = parser.parse_args()
     torch.distributed.init_process_group("gloo")
-    plain_losses, plain_weights, plain_bytes, _ = train(sizes, None)
+    plain_losses, plain_weights, eager_bytes, _ = train(sizes, None)
     losses, weights, peak_bytes, model = train(sizes, sizes.budget)
     are_equal = all(map(torch.equal, [*losses, *weights], [*plain_losses, *plain_weights]))
     if torch.distributed.get_rank() == 0:
@@ -91,7 +91,7 @@ def main() -> bool:
         print(f"losses           {plain_losses[0].item():.4f} to {losses[-1].item():.4f}")
         print(f"equal            {'yes, bit for bit' if are_equal else 'NO'}")
         print(f"before a step    {format_bytes(plan.resident_bytes)}, which the lines of HiRemate above include")
-        print(f"added by a step  {format_bytes(plain_bytes)} without a plan, {format_bytes(peak_bytes)} with one")
+        print(f"added by a step  {format_bytes(eager_bytes)} without a plan, {format_bytes(peak_bytes)} with one")
         print(f"predicted        {format_bytes(plan.planned_peak_bytes - plan.resident_bytes)}")
     torch.distributed.barrier()
     return are_equal

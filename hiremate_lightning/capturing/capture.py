@@ -237,7 +237,7 @@ class _Builder:
         index = len(self.tensors)
         if isinstance(value, torch.Tensor):
             shape = tuple(tensor_state.int_hint(s) for s in value.shape)
-            storage = self._storage(value, kind, _plain_times(node))
+            storage = self._storage(value, kind, _eager_times(node))
             self.tensors.append(Tensor(node.name, storage, shape, str(value.dtype).removeprefix("torch."), producer))
         else:
             self.tensors.append(Tensor(node.name, None, (), "", producer))
@@ -245,14 +245,14 @@ class _Builder:
         self.tensor_of[node] = index
         return index
 
-    def _storage(self, value: torch.Tensor, kind: StorageKind, plain_times: int) -> int | None:
+    def _storage(self, value: torch.Tensor, kind: StorageKind, eager_times: int) -> int | None:
         if value.layout is not torch.strided:
             return None
         identity = tensor_state.storage_id(value)
         if identity not in self.storage_of:
             size = tensor_state.int_hint(value.untyped_storage().nbytes()) if value.device == self.device else 0
             self.storage_of[identity] = len(self.storages)
-            self.storages.append(Storage(allocated_bytes(size, self.device), kind, plain_times))
+            self.storages.append(Storage(allocated_bytes(size, self.device), kind, eager_times))
         return self.storage_of[identity]
 
     def _take_size(self, tensor: int, source: int) -> None:
@@ -292,8 +292,8 @@ class _Builder:
                 flops=_flops(node),
                 module=_module_path(node),
                 source=_line_in(node.meta.get("stack_trace") or ""),
-                plain_bytes=operation.plain_bytes(node),
-                plain_inputs=tuple(self.tensor_of[v] for v in operation.plain_reads(node)),
+                eager_bytes=operation.eager_bytes(node),
+                eager_inputs=tuple(self.tensor_of[v] for v in operation.eager_reads(node)),
                 checkpoint=None if number is None else self.checkpoints.setdefault(number, index),
                 is_saved=node.meta.get("recompute") in _SAVED,
                 compiled=inductor.function_of(node),
@@ -387,12 +387,12 @@ def _flops(node: fx.Node) -> int:
         return 0
 
 
-def _plain_times(value: fx.Node) -> int:
+def _eager_times(value: fx.Node) -> int:
     """Return the factor by which a value is larger in eager PyTorch."""
     if not nodes.is_part(value):
         return 1
     maker, position = cast("tuple[fx.Node, int]", value.args[:2])
-    return nodes.operation_named(maker.target).plain_times(maker, position)
+    return nodes.operation_named(maker.target).eager_times(maker, position)
 
 
 def _module_path(node: fx.Node) -> str:

@@ -88,10 +88,10 @@ class _Work:
             told = self.reporter.progress
             return captured, captured.measured(lambda done, total: told("operations", done, total))
 
-    def room(self, budget: Budget, resident_bytes: int = 0, plain_bytes: int = 0) -> Room:
-        """Return the bytes that a step has within a budget; the eager step adds `plain_bytes` to resident ones."""
+    def room(self, budget: Budget, resident_bytes: int = 0, eager_bytes: int = 0) -> Room:
+        """Return the bytes that a step has within a budget; the eager step adds `eager_bytes` to resident ones."""
         if not budget.is_auto:
-            return Room(budget, resolve(budget, resident_bytes, plain_bytes, 0), resident_bytes)
+            return Room(budget, resolve(budget, resident_bytes, eager_bytes, 0), resident_bytes)
         free_bytes = free_host_bytes()
         if self.options.device.type == "cuda":
             if not torch.cuda.is_available():
@@ -166,7 +166,7 @@ def plan(asked: argparse.Namespace) -> int:
 def _plan_on(work: _Work, shards: int, on_infeasible: str = "raise") -> tuple[OfflineStep, Plan, list[str]]:
     """Plan a model sharded over a number of GPUs; return its captured step, the plan, and notes on offloading."""
     asked, (captured, step) = work.asked, work.capture(shards=shards)
-    room = work.room(asked.budget, captured.resident_bytes, step.plain_bytes)
+    room = work.room(asked.budget, captured.resident_bytes, step.eager_bytes)
 
     def solve(step: Step, on_infeasible: str, host: Host = Host(0)) -> Plan:
         options = SessionOptions(time_limit_s=asked.time_limit_s, on_infeasible=on_infeasible, solver=asked.solver)
@@ -238,7 +238,7 @@ def curve(asked: argparse.Namespace) -> int:
     problem = Problem(step.graph, step.profile, 0, SolveOptions(asked.time_limit_s))
     with work.reporter.stage("solving"):
         solved = solve_curve(problem, asked.points, apart(asked.solver))
-    points = comparisons.curve_points(solved, captured.resident_bytes, step.plain_bytes)
+    points = comparisons.curve_points(solved, captured.resident_bytes, step.eager_bytes)
     numbers = {"target": captured.name, "resident_bytes": captured.resident_bytes, "points": points}
     title = f"{captured.name}: peak memory against time; the last line is plain training"
     _answer(asked, {**numbers, "notes": work.notes(captured)}, Text(title), comparisons.curve_table(points))
@@ -254,10 +254,10 @@ def compare(asked: argparse.Namespace) -> int:
     captured, step = work.capture()
     resident_bytes = captured.resident_bytes
     named = _budgets_in_words(work, captured, step)
-    problem = Problem(step.graph, step.profile, step.plain_bytes, SolveOptions(asked.time_limit_s))
+    problem = Problem(step.graph, step.profile, step.eager_bytes, SolveOptions(asked.time_limit_s))
     comparison = _solved_by_each(work, problem, named, methods)
     if asked.svg is not None:
-        panel = panel_of(comparison, methods, captured.name, resident_bytes, step.plain_bytes)
+        panel = panel_of(comparison, methods, captured.name, resident_bytes, step.eager_bytes)
         picture = panel_svg(panel, f"{panel.title}: extra time over budget")
         asked.svg.write_text(picture, encoding="utf-8")
     done, count = len(comparison.outcomes), len(named) * len(methods)
@@ -267,9 +267,9 @@ def compare(asked: argparse.Namespace) -> int:
         "the clock of this machine as it is now.",
         *work.notes(captured),
     ]
-    numbers = comparisons.method_numbers(comparison, named, resident_bytes, step.plain_bytes)
+    numbers = comparisons.method_numbers(comparison, named, resident_bytes, step.eager_bytes)
     numbers = {"target": captured.name, **numbers, "notes": notes}
-    plain = f"{format_bytes(resident_bytes + step.plain_bytes, up=True)}, {format_time(comparison.step_ms)}"
+    plain = f"{format_bytes(resident_bytes + step.eager_bytes, up=True)}, {format_time(comparison.step_ms)}"
     title = Text(f"{captured.name}: plain training takes {plain}")
     _answer(asked, numbers, title, *comparisons.method_tables(numbers), Text())
     return 0 if any(outcome.fits for outcome in comparison.outcomes) else 1
@@ -277,12 +277,12 @@ def compare(asked: argparse.Namespace) -> int:
 
 def _budgets_in_words(work: _Work, captured: OfflineStep, step: Step) -> dict[int, str]:
     """Return {bytes that the step may add: budget in words}, largest first; add budgets if a picture needs several."""
-    named, plain_bytes, resident_bytes = {}, step.plain_bytes, captured.resident_bytes
+    named, eager_bytes, resident_bytes = {}, step.eager_bytes, captured.resident_bytes
     for budget in work.asked.budgets:
-        room = work.room(budget, resident_bytes, plain_bytes)
-        named[room.solved_bytes if room.step_bytes < plain_bytes else room.step_bytes] = str(budget)  # as `plan` solves
-    if work.asked.svg is not None and len(named) == 1 and min(named) < plain_bytes:
-        more = comparisons.spread(min(named), plain_bytes)
+        room = work.room(budget, resident_bytes, eager_bytes)
+        named[room.solved_bytes if room.step_bytes < eager_bytes else room.step_bytes] = str(budget)  # as `plan` solves
+    if work.asked.svg is not None and len(named) == 1 and min(named) < eager_bytes:
+        more = comparisons.spread(min(named), eager_bytes)
         named |= {budget: format_bytes(resident_bytes + budget) for budget in more if budget not in named}
     return named
 

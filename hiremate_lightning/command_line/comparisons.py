@@ -36,7 +36,7 @@ def spread(least: int, most: int) -> list[int]:
 
 
 def method_numbers(
-    comparison: Comparison, budgets: dict[int, str], resident_bytes: int, plain_bytes: int
+    comparison: Comparison, budgets: dict[int, str], resident_bytes: int, eager_bytes: int
 ) -> dict[str, Any]:
     """Return a comparison as plain data, resident bytes included; `budgets` maps added bytes to words."""
 
@@ -58,7 +58,7 @@ def method_numbers(
 
     return {
         "resident_bytes": resident_bytes,
-        "unplanned_peak_bytes": resident_bytes + plain_bytes,
+        "unplanned_peak_bytes": resident_bytes + eager_bytes,
         "step_ms": comparison.step_ms,
         "budgets": [
             {
@@ -99,7 +99,7 @@ def method_tables(numbers: dict[str, Any]) -> Iterator[RenderableType]:
 # ---------------------------------------------------------------- the curve from budget to time
 
 
-def curve_points(curve: Curve, resident_bytes: int, plain_bytes: int) -> list[dict[str, Any]]:
+def curve_points(curve: Curve, resident_bytes: int, eager_bytes: int) -> list[dict[str, Any]]:
     """List the points of a curve, resident bytes included; the last one is eager training."""
     step_ms = curve.problem.step_ms
     points = [(p.peak_bytes, p.recompute_ms, curve.solution(p.peak_bytes).bound_ms, p.strategy) for p in curve.points]
@@ -111,7 +111,7 @@ def curve_points(curve: Curve, resident_bytes: int, plain_bytes: int) -> list[di
             "bound_overhead": bound_ms / step_ms if step_ms else 0.0,
             "strategy": strategy,
         }
-        for peak_bytes, recompute_ms, bound_ms, strategy in [*points, (plain_bytes, 0.0, 0.0, "plain training")]
+        for peak_bytes, recompute_ms, bound_ms, strategy in [*points, (eager_bytes, 0.0, 0.0, "plain training")]
     ]
 
 

@@ -127,7 +127,7 @@ def on_gpu(graph: Graph, device: torch.device) -> Graph:
     storages = [replace(s, size_bytes=allocated_bytes(s.size_bytes, device)) for s in graph.storages]
     for mask in (n.outputs[1] for n in graph.nodes if n.op == "aten.native_dropout.default"):
         if (storage := graph.tensors[mask].storage) is not None:
-            storages[storage] = replace(storages[storage], plain_times=1)  # the kernel of a GPU returns booleans
+            storages[storage] = replace(storages[storage], eager_times=1)  # the kernel of a GPU returns booleans
     nodes = tuple(replace(n, is_random=n.is_random or is_order_dependent_on_gpu(n.op)) for n in graph.nodes)
     return replace(graph, storages=tuple(storages), nodes=nodes)
 

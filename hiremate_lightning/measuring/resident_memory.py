@@ -231,7 +231,7 @@ class ResidentMemory:
             kinds[WAITING] = self._bytes_of(held_by(saved for _, saved in waiting), seen)
         waiting_bytes = kinds.get(WAITING, 0)
         graphs = tuple((part, saved.program.schedule) for part, saved in waiting)
-        plain_bytes = waiting_bytes + sum(more_kept_in_eager(part.captured.graph, s) for part, s in graphs)
+        eager_bytes = waiting_bytes + sum(more_kept_in_eager(part.captured.graph, s) for part, s in graphs)
         size_bytes = sum(kinds.values())
         if self.device.type == "cuda":
             size_bytes, counted_bytes = torch.cuda.memory_allocated(self.device) - stale, size_bytes
@@ -239,7 +239,7 @@ class ResidentMemory:
         kept = frozenset(map(tensor_state.storage_id, gradients_of))
         still_kept, used = (frozenset[int](), (stale, kept)) if stale else (kept, (0, frozenset[int]()))
         return Resident(
-            size_bytes, stale, 0, still_kept, tuple(kinds.items()), waiting_bytes, plain_bytes, graphs, used
+            size_bytes, stale, 0, still_kept, tuple(kinds.items()), waiting_bytes, eager_bytes, graphs, used
         )
 
     def as_seen(self, resident: Resident) -> Resident:

@@ -110,8 +110,8 @@ class Need:
         """
         waiting_bytes, eager_waiting_bytes = self.waiting_bytes
         added_bytes = self.peak_bytes - self.resident_bytes + waiting_bytes
-        plain_bytes = simulate_eager(self.problem.graph, self.problem.profile).peak_bytes + eager_waiting_bytes
-        share = (added_bytes + 1) / plain_bytes
+        eager_bytes = simulate_eager(self.problem.graph, self.problem.profile).peak_bytes + eager_waiting_bytes
+        share = (added_bytes + 1) / eager_bytes
         return math.ceil(1000 * (share if self.less_bytes else min(share, 1.0))) / 1000
 
 

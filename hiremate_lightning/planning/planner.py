@@ -85,11 +85,11 @@ def make_plan(
     less_bytes = rank_problem.budget_bytes - problem.budget_bytes
     shared_room = replace(room, budget_bytes=room.budget_bytes - less_bytes)
     profile = problem.profile
-    plain = keeping_everything(problem)
+    keeping_all = keeping_everything(problem)
     if decided is not None:
         solution = as_decided(problem, decided)
-    elif plain.peak_bytes <= problem.budget_bytes:
-        solution = plain
+    elif keeping_all.peak_bytes <= problem.budget_bytes:
+        solution = keeping_all
     else:
         guarded = replace(problem, budget_bytes=shared_room.solved_bytes)
         solution, profile = _solve(guarded, options, strategy, problem is rank_problem)

@@ -228,7 +228,7 @@ def _count(verdicts: Sequence[Verdict], name: str, unit: str = "") -> str:
 class ProofMemory:
     """Bytes that the runs of a proof take beside the memory that exists before the step."""
 
-    plain_bytes: int  # peak of an eager forward and backward
+    eager_bytes: int  # peak of an eager forward and backward
     beside_bytes: int  # peak of an eager backward without saved tensors: gradients on their way, and workspace
     saved_bytes: int  # most saved tensors that one operation of an eager backward reads, all others offloaded
     forward_bytes: int  # peak of an eager forward without gradients
@@ -241,13 +241,13 @@ class ProofMemory:
     @property
     def needs_files(self) -> bool:
         """Whether the results of a run are kept in files, since an eager backward does not fit beside them."""
-        needed_bytes = max(self.plain_bytes, self.own_bytes + self.changed_bytes + self.kept_bytes)
+        needed_bytes = max(self.eager_bytes, self.own_bytes + self.changed_bytes + self.kept_bytes)
         return self.kept_bytes > 0 and needed_bytes > self.free_bytes
 
     @property
-    def has_plain(self) -> bool:
+    def has_eager(self) -> bool:
         """Whether an eager backward fits."""
-        return max(self.plain_bytes, self.own_bytes + self.changed_bytes) <= self.free_bytes
+        return max(self.eager_bytes, self.own_bytes + self.changed_bytes) <= self.free_bytes
 
     @property
     def has_forward(self) -> bool:
@@ -272,7 +272,7 @@ def proof_memory(
     storages = (replace(s, size_bytes=0) if s.kind is StorageKind.ACTIVATION else s for s in graph.storages)
     without_activations = replace(graph, storages=tuple(storages), gradients=())
     return ProofMemory(
-        plain_bytes=step.plain_bytes,
+        eager_bytes=step.eager_bytes,
         saved_bytes=_offloaded_bytes(in_eager(graph, profile)[0]),
         beside_bytes=simulate_eager(without_activations, profile).peak_bytes,
         forward_bytes=forward_peak_bytes(graph, profile),

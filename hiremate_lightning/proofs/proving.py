@@ -187,7 +187,7 @@ class Prover:
             if part is not None and program is not None:  # code without gradients is proved without a look at memory
                 assert part.profile is not None, "it is measured before its program is chosen"
                 memory = proof_memory(part.captured, part.profile, program, self._free_bytes)
-            if memory is None or memory.has_plain or memory.has_forward:
+            if memory is None or memory.has_eager or memory.has_forward:
                 proof.why_unproved = ""
                 on_trial = [] if part is None else [(part, "trial", program)]  # run outside of any step
                 with replaced(*on_trial), autocasting.not_printed():
@@ -231,12 +231,12 @@ class Prover:
         """Run the code eager, then as captured, and compare; with `needs_numbers`, NaN proves nothing."""
         assert proof.written is not None, "code is tried while it is proved"
         written = captured_code.without_checkpoints(proof.written)
-        is_plain = memory is not None and memory.has_plain
+        has_eager = memory is not None and memory.has_eager
         files = Files() if memory is not None and memory.needs_files else None
         constants = [*written.parameters(), *written.buffers()]
         unused = _unused_in(proof, written, without)
         names = [_name_of(str(node.target)) for node in written.graph.find_nodes(op="placeholder")]
-        trial = Trial(arguments, names, constants, is_plain, files=files, unused=unused)
+        trial = Trial(arguments, names, constants, has_eager, files=files, unused=unused)
         run_written = partial(_run_written, proof, written, memory)
         try:
             trial, expected = run_written(trial)
@@ -258,10 +258,10 @@ class Prover:
         half, device = self._half_of(proof.part), _device_of(proof, arguments)
         of_values, of_gradients = differences(expected, outcome, half, device=device)
         if of_values or of_gradients:  # two eager runs may differ too
-            _, again = run_written(replace(trial, with_gradients=is_plain))
+            _, again = run_written(replace(trial, with_gradients=has_eager))
             of_values, of_gradients = differences(expected, outcome, half, again, device=device)
             if expected.has_fills and not all(difference.is_rounding for difference in (*of_values, *of_gradients)):
-                _, refilled = run_written(replace(trial, with_gradients=is_plain, fill=0))
+                _, refilled = run_written(replace(trial, with_gradients=has_eager, fill=0))
                 of_values, of_gradients = differences(expected, outcome, half, again, refilled, device)
         self._judge(proof, of_values, of_gradients, trial.with_gradients)
 
@@ -301,7 +301,7 @@ def _run_written(
     proof: Proof, written: fx.GraphModule, memory: ProofMemory | None, trial: Trial
 ) -> tuple[Trial, TrialOutcome]:
     """Run code eager, with gradients if they fit, if need be with saved tensors offloaded; return trial and outcome."""
-    if memory is not None and memory.has_plain:
+    if memory is not None and memory.has_eager:
         return _first_outcome(trial, written)
     fits = memory is not None and memory.has_offloaded and proof.backward is Verdict.UNKNOWN
     if fits or captured_code.takes_gradients(written):  # code that takes gradients itself needs its saved tensors

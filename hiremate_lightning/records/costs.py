@@ -54,11 +54,11 @@ def profile_from(fields: Mapping[str, Any]) -> Profile:
 
 def in_eager(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
     """Return a step as eager PyTorch runs it, with the larger storages, workspaces and reads that are known of it."""
-    storages = tuple(replace(s, size_bytes=s.size_bytes * s.plain_times, plain_times=1) for s in graph.storages)
+    storages = tuple(replace(s, size_bytes=s.size_bytes * s.eager_times, eager_times=1) for s in graph.storages)
     nodes = list[Node]()
     for node in graph.nodes:
-        if node.plain_inputs:
-            node = replace(node, inputs=tuple(dict.fromkeys((*node.inputs, *node.plain_inputs))))
+        if node.eager_inputs:
+            node = replace(node, inputs=tuple(dict.fromkeys((*node.inputs, *node.eager_inputs))))
         if node.checkpoint is not None:  # `torch.utils.checkpoint` runs it again
             node = replace(node, is_random=False, reads_mutated=False)
         nodes.append(node)
@@ -70,7 +70,7 @@ def in_eager(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
 def _eager_workspace(graph: Graph, node: Node, size_bytes: int) -> int:
     """Return a node's workspace in eager PyTorch, with the result that eager allocates beside the overwritten input."""
     written = bytes_of(graph, node.outputs) if node.is_out_of_place_in_eager else 0
-    return max(size_bytes, node.plain_bytes) + written
+    return max(size_bytes, node.eager_bytes) + written
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class Storage:
 
     size_bytes: int  # bytes of the block as its allocator hands it out, 0 if it is not on the planned device
     kind: StorageKind  # its contents
-    plain_times: int = 1  # size of the block that eager PyTorch holds instead, as a multiple of `size_bytes`
+    eager_times: int = 1  # size of the block that eager PyTorch holds instead, as a multiple of `size_bytes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,8 @@ class Node:
     # For a backward node, a forward tensor that it reads last: the result is written to that tensor's memory, unless
     # other nodes still read it.
     takes: int | None = None
-    plain_bytes: int = 0  # workspace of the same operation in eager PyTorch, 0 if it is not known to be larger
-    plain_inputs: tuple[int, ...] = ()  # tensors that only eager PyTorch reads here
+    eager_bytes: int = 0  # workspace of the same operation in eager PyTorch, 0 if it is not known to be larger
+    eager_inputs: tuple[int, ...] = ()  # tensors that only eager PyTorch reads here
     # For a node that the user's code calls in `torch.utils.checkpoint`, the first node of the same call.
     checkpoint: int | None = None
     is_saved: bool = False  # whether the policy of selective checkpointing keeps its outputs nevertheless
@@ -115,7 +115,7 @@ class Node:
             outputs=tuple(t + tensors for t in self.outputs),
             replays=None if self.replays is None else self.replays + nodes,
             takes=None if self.takes is None else self.takes + tensors,
-            plain_inputs=tuple(t + tensors for t in self.plain_inputs),
+            eager_inputs=tuple(t + tensors for t in self.eager_inputs),
             checkpoint=None if self.checkpoint is None else self.checkpoint + nodes,
         )
 

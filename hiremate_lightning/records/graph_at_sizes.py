@@ -48,10 +48,10 @@ class GraphAtSizes:
         self._check_are_same(graphs)
         self._shapes = self._find_shapes(graphs)
         self._filled, self._storages = self._find_storages(graphs)
-        self._nodes = {  # for each node that grows: its `flops` and its `plain_bytes` in the samples
-            index: (tuple(node.flops for node in nodes), tuple(node.plain_bytes for node in nodes))
+        self._nodes = {  # for each node that grows: its `flops` and its `eager_bytes` in the samples
+            index: (tuple(node.flops for node in nodes), tuple(node.eager_bytes for node in nodes))
             for index, nodes in enumerate(zip(*(graph.nodes for graph in graphs), strict=True))
-            if len({(node.key, node.flops, node.plain_bytes) for node in nodes}) > 1
+            if len({(node.key, node.flops, node.eager_bytes) for node in nodes}) > 1
         }
         counts = [_counts(graph, _elements(graph.tensors)) for graph in graphs]
         works = (_works(graph.nodes, of_nodes) for graph, of_nodes in zip(graphs, counts, strict=True))
@@ -87,13 +87,13 @@ class GraphAtSizes:
         storages, nodes = list(self._base.storages), list(self._base.nodes)
         sized = [(s, elements[t] * item_bytes(tensors[t].dtype)) for s, t in self._filled.items()]
         for index, size_bytes in (*sized, *((s, measured(values) or 0) for s, values in self._storages.items())):
-            storages[index] = Storage(self._in_blocks(size_bytes), storages[index].kind, storages[index].plain_times)
-        for index, (flops, plain_bytes) in self._nodes.items():
+            storages[index] = Storage(self._in_blocks(size_bytes), storages[index].kind, storages[index].eager_times)
+        for index, (flops, eager_bytes) in self._nodes.items():
             nodes[index] = replace(
                 nodes[index],
                 key=f"{nodes[index].key} at {sizes}",
                 flops=bounded(index, flops),
-                plain_bytes=bounded(index, plain_bytes),
+                eager_bytes=bounded(index, eager_bytes),
             )
         graph = replace(self._base, nodes=tuple(nodes), tensors=tuple(tensors), storages=tuple(storages))
         pairs = zip(self._times, _works(nodes, counts), strict=True)
@@ -176,7 +176,7 @@ class GraphAtSizes:
 
 def _structure(node: Node) -> tuple[Any, ...]:
     """Return the fields of a node that do not depend on sizes, and that `Graph.difference` does not compare."""
-    return node.takes, node.is_out_of_place_in_eager, node.plain_inputs, node.checkpoint, node.is_saved, node.compiled
+    return node.takes, node.is_out_of_place_in_eager, node.eager_inputs, node.checkpoint, node.is_saved, node.compiled
 
 
 def _elements(tensors: Sequence[Tensor]) -> list[int]:

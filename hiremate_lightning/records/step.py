@@ -166,7 +166,7 @@ class Step:
         return sum(self.profile.time_ms[node] for before in decisions for node in before)
 
     @cached_property
-    def plain_bytes(self) -> int:
+    def eager_bytes(self) -> int:
         """The peak of eager PyTorch, in bytes above resident ones."""
         graph, profile = in_eager(self.graph, self.profile)
         eager = self.replays.get_or(None, lambda: allocations(graph, lower(graph, eager_decisions(graph))))

@@ -85,7 +85,7 @@ class _Page:
             draw = partial(panel_svg, panel, title, height=FRONTIER_HEIGHT)
             figure = f'<div class="wide" id="frontier">{_for_screens(draw)}</div>'
             words = f"This plan: {format_ratio(plan.predicted_overhead)}, {proof_words(plan.to_dict())}."
-            words = "Nothing is recomputed: no plan is faster." if plan.solution.is_plain else words
+            words = "Nothing is recomputed: no plan is faster." if plan.solution.keeps_all else words
             sections.append(_section("Budget against time", figure, words))
         made_by = escape(f"Made by hiremate-lightning {package_version()}. Costs: {self._device}.")
         return (

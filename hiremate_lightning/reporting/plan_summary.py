@@ -76,8 +76,8 @@ def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
     """
     graph = plan.graph
     kept = _kept_storages(graph, plan.schedule)
-    plain = eager_run(plan)
-    kept_in_eager = _kept_storages(plain.graph, plain.schedule)
+    eager = eager_run(plan)
+    kept_in_eager = _kept_storages(eager.graph, eager.schedule)
     again = plan.schedule.recomputed(graph)
     repeated = {node if graph.nodes[node].replays is None else graph.nodes[node].replays for node in again}
     parts = defaultdict[str, list[ModuleUse]](list)
@@ -87,7 +87,7 @@ def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
         counted.update(storages)
         works = graph.has_work(index) and graph.nodes[index].op != OUTSIDE
         kept_bytes = sum(graph.sizes[s] for s in storages if s in kept)
-        dropped_bytes = sum(plain.graph.sizes[s] - graph.sizes[s] * (s in kept) for s in storages if s in kept_in_eager)
+        dropped_bytes = sum(eager.graph.sizes[s] - graph.sizes[s] * (s in kept) for s in storages if s in kept_in_eager)
         use = ModuleUse(kept_bytes, dropped_bytes, int(works and index in repeated), int(works))
         parts[_path(graph.nodes[index])].append(use)
     for index in again:

@@ -49,14 +49,14 @@ def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     return node.target, arguments
 
 
-def _plain_times(drop: fx.Node, position: int) -> int:
+def _eager_times(drop: fx.Node, position: int) -> int:
     """Return the factor by which a result is larger in eager: on the CPU, its mask has the dtype of the input."""
     source: Any = drop.args[0]
     is_wide = position == 1 and as_eager(drop)[0] is dropout
     return int(source.meta["val"].itemsize) if is_wide else 1
 
 
-register(aten.native_dropout.default, Operation(plain_times=_plain_times))
+register(aten.native_dropout.default, Operation(eager_times=_eager_times))
 
 
 def _compact(reduced: Any) -> Callable[..., torch.Tensor]:

@@ -110,7 +110,7 @@ def _copy_rows(logits: torch.Tensor, part: slice, into: torch.Tensor) -> None:
         start = stop
 
 
-def _plain_bytes_of_loss(loss: fx.Node) -> int:
+def _eager_bytes_of_loss(loss: fx.Node) -> int:
     """Return eager PyTorch's bytes of the log probabilities, and of a converted copy of the logits if there is one."""
     args: Any = loss.args
     logits, *_, (rows, classes), dtype = args
@@ -118,7 +118,7 @@ def _plain_bytes_of_loss(loss: fx.Node) -> int:
     return int(copies * rows * classes * dtype.itemsize)
 
 
-def _plain_bytes_of_gradient(gradient: fx.Node) -> int:
+def _eager_bytes_of_gradient(gradient: fx.Node) -> int:
     """Return eager PyTorch's bytes of the log probabilities and two gradients, less those of the logits and result."""
     args: Any = gradient.args
     _, logits, *_, (rows, classes), dtype, _, result_dtype = args
@@ -126,12 +126,12 @@ def _plain_bytes_of_gradient(gradient: fx.Node) -> int:
     return int(rows * classes * (3 * dtype.itemsize - reused))
 
 
-nodes.register(cross_entropy, nodes.Operation(plain_bytes=_plain_bytes_of_loss))
+nodes.register(cross_entropy, nodes.Operation(eager_bytes=_eager_bytes_of_loss))
 nodes.register(
     cross_entropy_gradient,
     nodes.Operation(
-        plain_bytes=_plain_bytes_of_gradient,
-        plain_only_reads=lambda gradient: (gradient.all_input_nodes[1],),  # the logits: eager reads log probabilities
+        eager_bytes=_eager_bytes_of_gradient,
+        unread_in_eager=lambda gradient: (gradient.all_input_nodes[1],),  # the logits: eager reads log probabilities
         into=nodes.Into.BY_ROWS,
         keeps_nothing=True,
     ),

@@ -91,10 +91,10 @@ class Into(Enum):
 class Operation:
     """Properties of a function in a joint graph, registered by the module that inserts it."""
 
-    plain_bytes: Callable[[fx.Node], int] = lambda node: 0  # workspace of eager PyTorch for the same work
-    plain_reads: Callable[[fx.Node], tuple[fx.Node, ...]] = lambda node: ()  # values that only eager PyTorch reads
-    plain_only_reads: Callable[[fx.Node], tuple[fx.Node, ...]] = lambda node: ()  # inputs that eager does not read
-    plain_times: Callable[[fx.Node, int], int] = lambda node, position: 1  # size of a result in eager / size here
+    eager_bytes: Callable[[fx.Node], int] = lambda node: 0  # workspace of eager PyTorch for the same work
+    eager_reads: Callable[[fx.Node], tuple[fx.Node, ...]] = lambda node: ()  # values that only eager PyTorch reads
+    unread_in_eager: Callable[[fx.Node], tuple[fx.Node, ...]] = lambda node: ()  # inputs that eager does not read
+    eager_times: Callable[[fx.Node, int], int] = lambda node, position: 1  # size of a result in eager / size here
     is_random: bool = False
     is_fresh: bool = False  # its results have new storages of the traced sizes
     into: Into = Into.NONE

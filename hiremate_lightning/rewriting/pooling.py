@@ -91,15 +91,15 @@ def join(joint: Joint) -> None:
                 _replace(node, gradients, _windows_of(node.args[1:], dims))
 
 
-def _plain_times(pool: fx.Node, position: int) -> int:
+def _eager_times(pool: fx.Node, position: int) -> int:
     """Return the factor by which the places, the second result, are larger in eager PyTorch."""
     return torch.int64.itemsize // pool.meta["val"][position].itemsize if position == 1 else 1
 
 
-nodes.register(max_pool, nodes.Operation(plain_times=_plain_times, is_fresh=True))
+nodes.register(max_pool, nodes.Operation(eager_times=_eager_times, is_fresh=True))
 nodes.register(  # eager PyTorch's gradient also reads the pool's input
     max_pool_gradient,
-    nodes.Operation(plain_reads=lambda node: (nodes.source_of(nodes.operation_of(node.all_input_nodes[1])),)),
+    nodes.Operation(eager_reads=lambda node: (nodes.source_of(nodes.operation_of(node.all_input_nodes[1])),)),
 )
 
 

@@ -38,7 +38,7 @@ def saved_values(captured: Captured, schedule: Schedule) -> SavedValues:
     saved = [captured.fx_values[t] for t in schedule.saved]
     storages = [graph.tensors[t].storage for t in schedule.saved]
     tensors = [i for i, t in enumerate(schedule.saved) if graph.tensors[t].dtype]
-    outputs, shown, unread = set(captured.forward_outputs), _outputs_on(captured), _unread_plainly(captured)
+    outputs, shown, unread = set(captured.forward_outputs), _outputs_on(captured), _unread_in_eager(captured)
     finished = {finish.result for finish in captured.finishes.values()}
     taken = {graph.tensors[node.takes].storage for node in graph.nodes if node.takes is not None}
     returned = {graph.tensors[t].storage for t in graph.outputs}
@@ -91,13 +91,13 @@ def _outputs_on(captured: Captured) -> dict[int | None, list[int | None]]:
     return positions
 
 
-def _unread_plainly(captured: Captured) -> set[int]:
+def _unread_in_eager(captured: Captured) -> set[int]:
     """Return the storages, except parameters', that the backward of eager PyTorch would not read."""
     graph = captured.graph
     read = set(graph.gradients)
     for index in graph.backward:
         node = captured.fx_nodes[index]
-        ours_alone = operation_named(node.target).plain_only_reads(node)
+        ours_alone = operation_named(node.target).unread_in_eager(node)
         read.update(t for t in graph.nodes[index].inputs if captured.fx_values[t] not in ours_alone)
     needed = {graph.tensors[t].storage for t in read}
     return set(range(len(graph.storages))) - needed - _parameters(captured)

@@ -111,8 +111,8 @@ class StepFacts:
     @property
     def needs_plan(self) -> bool:
         """Whether a planned signature is called so, and gains: its plan recomputes, or no other sizes ran eager yet."""
-        are_plain = all(signature.own_plan.solution.is_plain for signature in self.alike)
-        return bool(self.alike) and not self.gains_nothing and not (self.sizes_vary and are_plain)
+        keep_all = all(signature.own_plan.solution.keeps_all for signature in self.alike)
+        return bool(self.alike) and not self.gains_nothing and not (self.sizes_vary and keep_all)
 
     def is_similar(self, prediction: Prediction) -> bool:
         """Whether it may run eager: called like the signature, shown to take no more, or at most `SIMILAR` as large."""

@@ -85,17 +85,17 @@ class PlanMaker:
             return self._auto_bytes
         if self._model.options.budget.share is None:
             return resolve(self._model.options.budget, 0, 0, 0)
-        of_others = (self._plain_bytes(other) for other in self._history.planned if other is not signature)
-        added_bytes = max(step.plain_bytes + resident.eager_waiting_bytes, *of_others, 0)
+        of_others = (self._eager_bytes(other) for other in self._history.planned if other is not signature)
+        added_bytes = max(step.eager_bytes + resident.eager_waiting_bytes, *of_others, 0)
         return resolve(self._model.options.budget, resident.size_bytes - resident.waiting_bytes, added_bytes, 0)
 
-    def _plain_bytes(self, signature: StepSignature) -> int:
+    def _eager_bytes(self, signature: StepSignature) -> int:
         """Return the bytes that a planned step adds in eager training, with graphs that wait for their backward."""
         step = signature.recorded
         if not step.waits:
             return signature.own_plan.unplanned.peak_bytes
         return (
-            self.waiting.at(signature, step, Holds.EVERYTHING).merge().plain_bytes + step.resident.eager_waiting_bytes
+            self.waiting.at(signature, step, Holds.EVERYTHING).merge().eager_bytes + step.resident.eager_waiting_bytes
         )
 
     def limits(self, signature: StepSignature, step: RecordedStep) -> Limits:

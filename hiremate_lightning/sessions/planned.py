@@ -388,7 +388,7 @@ class PlannedSignatures:
             return self._plan(signature)
         signature.plan = adapted
         self._reports.kept(signature, adapted)
-        if limits.have_risen(resident_now, peak_bytes) and not plan.solution.is_plain:
+        if limits.have_risen(resident_now, peak_bytes) and not plan.solution.keeps_all:
             log.info("%s is planned anew: the budget is now %s", self._name, format_bytes(limits.budget_bytes))
             signature.step = replace(signature.recorded, limits=limits.with_plan(peak_bytes))  # tried once
             self._plan(signature)  # if nothing fits, the plan stays
@@ -474,7 +474,7 @@ class PlannedSignatures:
         self.history.confuse(expected)
         plans = (expected.plan, signature.plan)
         plan = max((p for p in plans if p is not None), key=lambda plan: plan.unplanned_peak_bytes)
-        if not (plan.solution.is_plain or is_by_plans):
+        if not (plan.solution.keeps_all or is_by_plans):
             self._messages.warn(
                 "A step called other code than expected, so it began by the wrong plan: it may have taken more than "
                 f"its budget of {format_bytes(plan.budget_bytes)}. From now on such steps begin by the plan that needs "

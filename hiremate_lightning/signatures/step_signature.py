@@ -140,7 +140,7 @@ class StepSignature:
             return False
         if plan.planned_peak_bytes > plan.budget_bytes:
             return self.saves_nothing(eager_bytes, free_bytes)
-        if self.is_given_back is False or not (plan.solution.is_plain and thresholds.current.gives_back):
+        if self.is_given_back is False or not (plan.solution.keeps_all and thresholds.current.gives_back):
             return False
         return plan.budget.is_whole or eager_bytes <= replace(plan.room, margin_bytes=step.margin_bytes).step_bytes
 

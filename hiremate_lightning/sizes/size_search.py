@@ -106,7 +106,7 @@ class Forecast:
 
     def unplanned_bytes(self, size: int) -> int:
         """Return the peak at a size without a plan, resident bytes included."""
-        return self.resident.whole(size) + self.at(size).plain_bytes
+        return self.resident.whole(size) + self.at(size).eager_bytes
 
     def validation_bytes(self, size: int) -> int:
         """Return the peak of validation at a size, resident bytes included; 0 without validation."""

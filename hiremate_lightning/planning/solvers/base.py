@@ -100,7 +100,7 @@ class Solution:
         return self.recompute_ms + self.wait_ms
 
     @property
-    def is_plain(self) -> bool:
+    def keeps_all(self) -> bool:
         """Whether nothing is recomputed, and nothing is offloaded."""
         return not (self.recompute_ms or self.offloads)
 

@@ -219,7 +219,7 @@ def with_offloading(strategy: Strategy) -> Strategy:
     @wraps(strategy)
     def solve(problem: Problem) -> Solution:
         alone = strategy(replace(problem, host=Host(0)))
-        if not can_offload(problem) or (alone.is_feasible and alone.is_plain):
+        if not can_offload(problem) or (alone.is_feasible and alone.keeps_all):
             return alone
         return _Improving(problem, strategy, alone).answer()
 

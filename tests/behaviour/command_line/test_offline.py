@@ -97,7 +97,7 @@ def test_peaks_are_those_that_training_plans_with(zero_grad):
 
     assert plan is not None
     assert step.resident_bytes == plan.resident_bytes
-    assert estimated(step).plain_bytes == simulate_eager(plan.graph, estimate(plan.graph)).peak_bytes
+    assert estimated(step).eager_bytes == simulate_eager(plan.graph, estimate(plan.graph)).peak_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -107,7 +107,7 @@ def test_what_fits_no_machine_is_captured(dtype):
     step = capture(lambda: nn.Linear(1_000_000, 1_000_000).to(dtype), inputs)
 
     assert dict(step.resident)["parameters"] == dtype.itemsize * (10**12 + 10**6)
-    assert dtype is not torch.float32 or estimated(step).plain_bytes > 4 * 10**12
+    assert dtype is not torch.float32 or estimated(step).eager_bytes > 4 * 10**12
 
 
 def test_all_that_exists_before_the_step_is_resident():
@@ -149,7 +149,7 @@ def test_the_masks_of_a_gpu_are_booleans_in_plain_training_too():
     for device in (CPU, CUDA):
         step = estimated(capture(lambda: nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1)), "512x16", device=device))
         (mask,) = (n.outputs[1] for n in step.graph.nodes if n.op == "aten.native_dropout.default")
-        peaks[device.type] = step.graph.storages[step.graph.tensors[mask].storage].plain_times
+        peaks[device.type] = step.graph.storages[step.graph.tensors[mask].storage].eager_times
 
     assert peaks == {"cpu": 4, "cuda": 1}
 
@@ -184,7 +184,7 @@ class Tabled(nn.Linear):
     ids=["plain", "other type", "values"],
 )
 def test_factories_are_met_with_what_they_need(factory):
-    assert estimated(capture(factory)).plain_bytes > 4 * 64 * 16
+    assert estimated(capture(factory)).eager_bytes > 4 * 64 * 16
 
 
 def test_an_error_of_the_factory_is_its_own():

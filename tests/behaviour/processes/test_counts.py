@@ -181,10 +181,10 @@ def test_the_outermost_repeated_blocks_are_units():
     assert planned_paths(model) == [""]
 
 
-def count(gpus, fits, peak_bytes, overhead=0.1, plain_bytes=None):
-    plain_bytes = 2 * peak_bytes if plain_bytes is None else plain_bytes
+def count(gpus, fits, peak_bytes, overhead=0.1, eager_bytes=None):
+    eager_bytes = 2 * peak_bytes if eager_bytes is None else eager_bytes
     row = {"gpus": gpus, "fsdp": gpus, "tp": 1, "fits": fits, "overhead": overhead}
-    return {**row, "unplanned_peak_bytes": plain_bytes, "peak_bytes": peak_bytes}
+    return {**row, "unplanned_peak_bytes": eager_bytes, "peak_bytes": peak_bytes}
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_hilp_says_where_segments_are_faster():
 
 def test_a_note_is_announced_once_and_is_in_the_summary(caplog):
     step = step_of(*skipping(8, 100 * KB))
-    plans = [plan_of(step, step.plain_bytes * 8 // 10, solver="rotor") for _ in range(2)]
+    plans = [plan_of(step, step.eager_bytes * 8 // 10, solver="rotor") for _ in range(2)]
     assert [record.message for record in caplog.records] == [plans[0].solution.note]
     assert "and this step is none" in plans[0].summary()
     assert plans[0].to_dict()["note"] == plans[0].solution.note

@@ -93,7 +93,7 @@ def test_the_plan_is_the_one_without_where_copies_are_slow():
 
 def test_nothing_is_offloaded_where_everything_fits():
     step = step_of(transformer(2))
-    assert plan_of(step, share_of(step, 1.01)).solution.is_plain
+    assert plan_of(step, share_of(step, 1.01)).solution.keeps_all
 
 
 def test_a_budget_becomes_possible_that_was_not():

@@ -50,7 +50,7 @@ def test_a_budget_becomes_bytes(budget, size_bytes):
 def test_a_plan_is_within_its_budget(share):
     """The same step and budget give the same one."""
     step = step_of(*transformer(2))
-    smallest, most = smallest_of(step), step.plain_bytes
+    smallest, most = smallest_of(step), step.eager_bytes
     budget = int(smallest + share * (most - smallest))
     first, second = (plan_of(step, budget) for _ in range(2))
     assert first.planned_peak_bytes <= budget
@@ -68,7 +68,7 @@ def test_resident_bytes_are_part_of_the_budget():
 
 def test_a_margin_is_left_free():
     step = step_of(*transformer(2))
-    most = step.plain_bytes
+    most = step.eager_bytes
     plan = unless_short(make_plan(step, room(most, margin_bytes=KB), SessionOptions()))
     assert plan.planned_peak_bytes <= most - KB
 
@@ -137,7 +137,7 @@ def test_a_share_that_is_named_is_never_above_all_of_the_step():
     smallest = plan_of(step, MANY).solution
     problem = Problem(step.graph, step.profile, MANY)
     need = Need(problem, smallest, 0, is_guarded=True)
-    assert need.peak_bytes > step.plain_bytes
+    assert need.peak_bytes > step.eager_bytes
     assert need.share == 1.0
     assert replace(need, less_bytes=KB).share > 1.0
 
@@ -159,7 +159,7 @@ def test_a_strategy_that_lies_about_its_peak_is_not_believed():
 
     register("a liar, for a test", lambda problem: Solution("liar", Status.OPTIMAL, nothing, peak_bytes=0))
 
-    budget = step.plain_bytes - 1
+    budget = step.eager_bytes - 1
     plan = plan_of(step, budget, solver="a liar, for a test")
     assert plan.planned_peak_bytes <= budget
     assert plan.solution.strategy != "liar"
@@ -185,5 +185,5 @@ def test_a_solver_is_asked_before_the_first_step_is_refused(monkeypatch):
 
     monkeypatch.setattr(planner, "smallest_budget", smallest_budget)
     step = step_of(*transformer(2))
-    budget = step.plain_bytes * 7 // 10
+    budget = step.eager_bytes * 7 // 10
     assert first_of(step, budget).peak_bytes <= budget

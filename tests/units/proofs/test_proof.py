@@ -21,17 +21,17 @@ def memory_of(device: str) -> ProofMemory:
     profile = replace(profile, workspace_bytes=(0,) * len(graph.nodes))
     captured = SimpleNamespace(graph=graph, device=torch.device(device), mutated=range(len(graph.tensors)))
     program = SimpleNamespace(schedule=lower(graph, keep_all(graph)))
-    return proof_memory(captured, profile, program, lambda step, device: step.plain_bytes)
+    return proof_memory(captured, profile, program, lambda step, device: step.eager_bytes)
 
 
 def test_a_proof_on_a_gpu_counts_the_rest_of_large_blocks():
     """The plan of the same graph counts it too: a proof that did not would run where it does not fit."""
     on_cpu, on_gpu = memory_of("cpu"), memory_of("cuda")
-    for name in ("plain_bytes", "beside_bytes", "forward_bytes", "own_bytes", "own_forward_bytes", "changed_bytes"):
+    for name in ("eager_bytes", "beside_bytes", "forward_bytes", "own_bytes", "own_forward_bytes", "changed_bytes"):
         asked, taken = getattr(on_cpu, name), getattr(on_gpu, name)
         assert asked > 0, name
         assert taken * ASKED_BYTES == asked * TAKEN_BYTES, name
-    assert on_gpu.free_bytes == on_gpu.plain_bytes
+    assert on_gpu.free_bytes == on_gpu.eager_bytes
 
 
 def test_asking_what_to_prove_next_changes_nothing():

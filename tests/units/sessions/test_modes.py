@@ -30,7 +30,7 @@ def facts(
     has_room: bool = True,
 ) -> StepFacts:
     """Return the facts of a step; `fits` is the fastest mode in which it fits without a plan, None for none."""
-    plan = SimpleNamespace(unplanned=SimpleNamespace(peak_bytes=10), solution=SimpleNamespace(is_plain=True))
+    plan = SimpleNamespace(unplanned=SimpleNamespace(peak_bytes=10), solution=SimpleNamespace(keeps_all=True))
     signature = SimpleNamespace(
         own_plan=plan,
         is_given_back=None,
