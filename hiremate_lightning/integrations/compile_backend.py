@@ -13,25 +13,21 @@ comparison with `hiremate(model)`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..api import get_plan
-from ..capturing.backend import has_gradients, planning_backend
-from ..capturing.capture import Captured
+from ..capturing.backend import has_gradients
 from ..errors import ConfigurationError, did_you_mean
 from ..options import OPTIONS
 from ..planning.planner import make_options
-from ..proofs.proof import Proof
 from ..reporting.report import calls_for
-from ..running.execution import Part
 from ..sessions.session import Session
 from ..targets.compiled import CompiledModel, Key, begin, sessions
 from ..torch_private import compiled_by_torch
-from ..torch_private.tensor_state import is_fake, tensors_among
+from ..torch_private.tensor_state import is_fake
 
 __all__ = ["get_plan", "hiremate"]
 
@@ -116,17 +112,11 @@ class _Graph:
         self._name = type(model).__name__
         placeholders = module.graph.find_nodes(op="placeholder")
         self._buffers = [position for position, node in enumerate(placeholders) if "_buffers_" in node.name]
-        # A graph with symbolic sizes is traced at its first run; `_take_in` sets this for all others.
-        self._trains = has_gradients(inputs) and any(isinstance(value, torch.SymInt) for value in inputs)
+        before = session.captured_count
         with session.reporter.stage("tracing"):
-            prove = partial(Proof, prove=session.prover.prove) if session.options.verify else None
-            ahead = session.largest.trace_ahead
-            backend = planning_backend(self._take_in, session.kernels, prove, trace_ahead=ahead)
-            self._run = backend(module, inputs)
-
-    def _take_in(self, captured: Captured) -> Part:
-        self._trains = True
-        return self._session.take_in(captured)
+            self._run = session.backend(makes_sizes=False)(module, inputs)
+        is_traced_later = has_gradients(inputs) and any(isinstance(value, torch.SymInt) for value in inputs)
+        self._trains = is_traced_later or session.captured_count > before
 
     def run(self, *arguments: Any) -> Any:
         """Run the graph, as part of a training step if it has gradients."""
@@ -136,7 +126,6 @@ class _Graph:
             return self._run(*arguments)
         tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
         self._model.see(tensors, [arguments[i] for i in self._buffers])
-        self._session.largest.called(None, (arguments, {}), tensors_among(arguments))
-        self._session.begin_step(arguments)
+        self._session.begin_graph(arguments)
         with self._session.calling(self._name):
             return self._run(*arguments)

@@ -214,8 +214,11 @@ class Session:
 
     # ---------------------------------------------------------------- capture
 
-    def backend(self) -> Any:
-        """Return the torch.compile backend whose captured graphs this session runs."""
+    def backend(self, makes_sizes: bool = True) -> Any:
+        """Return the torch.compile backend whose captured graphs this session runs.
+
+        It keeps no session alive. Without `makes_sizes` each size is traced, none is made from traces of others.
+        """
         proof = partial(Proof, prove=_weakly(self.prover.prove)) if self.options.verify else None
         return planning_backend(
             _weakly(self.take_in),
@@ -223,7 +226,7 @@ class Session:
             proof,
             _weakly(self.warn),
             _weakly(self.largest.trace_ahead),
-            weakref.proxy(self._new_sizes),
+            weakref.proxy(self._new_sizes) if makes_sizes else None,
             SameCaptures(_weakly(self.parts.captured_again)),
         )
 
@@ -333,6 +336,11 @@ class Session:
         """Begin a step if none is under way or a backward has ended the last one; do nothing inside of a backward."""
         if not backward_pass.is_running():
             self._called(arguments)
+
+    def begin_graph(self, arguments: Sequence[Any]) -> None:
+        """Begin a call of a graph that belongs to no module, and a step as `begin_step` does."""
+        self.largest.called(None, (arguments, {}), tensors_among(arguments))
+        self.begin_step(arguments)
 
     def _called(self, arguments: Any, call: ModuleCall | None = None) -> None:
         """Begin a call with gradients, or code around such calls: end a run of calls without gradients."""
