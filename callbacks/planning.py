@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from hiremate_lightning.calls.refused import STRATEGIES
 from hiremate_lightning.options import OPTIONS, Sizes
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.planner import make_options
@@ -20,16 +21,6 @@ from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.candidates import Target
 from hiremate_lightning.targets.modules import Targets, give_way
 from hiremate_lightning.targets.training_step import StepTarget
-
-UNSUPPORTED_STRATEGIES = {
-    "FSDPStrategy": "FSDP1 flattens the parameters of each unit. Use ModelParallelStrategy or strategy='ddp'.",
-    "DeepSpeedStrategy": (
-        "DeepSpeed lays all weights into one flat tensor, and no part of such a model could be captured. Use "
-        "ModelParallelStrategy or strategy='ddp'."
-    ),
-    "SingleDeviceXLAStrategy": "XLA decides on memory itself. Train on CUDA or on the CPU.",
-    "XLAStrategy": "XLA decides on memory itself. Train on CUDA or on the CPU.",
-}
 
 
 class HiRemateCallback(Callback):
@@ -193,8 +184,8 @@ class HiRemateCallback(Callback):
         if others:
             raise MisconfigurationException("There are two HiRemateCallbacks in this Trainer. Keep one of them.")
         strategy = type(trainer.strategy).__name__
-        if strategy in UNSUPPORTED_STRATEGIES:
-            reason = UNSUPPORTED_STRATEGIES[strategy]
+        if strategy in STRATEGIES:
+            reason = STRATEGIES[strategy]
             raise MisconfigurationException(f"HiRemateCallback can't plan under {strategy}: {reason}")
         if getattr(pl_module, "_compiler_ctx", None) is not None:
             raise MisconfigurationException(

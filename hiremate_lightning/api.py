@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from .calls.slots import refuse
+from .calls.refused import refuse
 from .errors import ConfigurationError
 from .options import Sizes, refuse_changes
 from .planning.plan import Plan

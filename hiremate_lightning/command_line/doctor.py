@@ -17,8 +17,8 @@ from torch import nn
 
 from .. import torch_private
 from ..api import get_plan, hiremate, remove_hiremate
+from ..calls.refused import refuse
 from ..calls.replaced import checkpointed_modules, take_compiled
-from ..calls.slots import refuse
 from ..errors import ConfigurationError, HiRemateError
 from ..integrations.any_script import Alive, Finder
 from ..memory.allocator import free_host_bytes

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calls.slots import refuse
+from ..calls.refused import refuse
 from ..errors import ConfigurationError, did_you_mean
 from ..torch_private import tensor_state
 from .arguments import Input

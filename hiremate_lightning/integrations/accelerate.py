@@ -15,6 +15,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from ..api import remove_hiremate, take_over
+from ..calls.refused import DISTRIBUTED_TYPES
 from ..errors import BudgetError, ConfigurationError
 from ..options import ENVIRONMENT_BUDGET
 from ..planning.plan import Plan
@@ -23,15 +24,6 @@ from ..reporting.plan_summary import plan_metrics
 from ..targets.candidates import Target
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-REASONS = {
-    "FSDP": "FSDP1 flattens the parameters of each unit. Set fsdp_version: 2, or launch with --multi_gpu (DDP).",
-    "DEEPSPEED": (
-        "DeepSpeed lays all weights into one flat tensor, and no part of such a model could be captured. Launch with "
-        "FSDP and fsdp_version: 2, or with --multi_gpu (DDP)."
-    ),
-    "MEGATRON_LM": "Megatron-LM splits and recomputes layers itself. Launch with --multi_gpu (DDP) instead.",
-    "XLA": "XLA decides on memory itself. Train on CUDA devices or on the CPU.",
-}
 
 
 def prepare_hiremate(
@@ -112,5 +104,5 @@ def _refuse(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     is_sharded = kind == DistributedType.FSDP and getattr(accelerator, "is_fsdp2", False)
     if kind not in SUPPORTED and not is_sharded:
-        reason = REASONS.get(kind.value, "it was never tried. Launch one process, or with --multi_gpu (DDP).")
+        reason = DISTRIBUTED_TYPES.get(kind.value, "it was never tried. Launch one process, or with --multi_gpu (DDP).")
         raise ConfigurationError(f"prepare_hiremate can't plan under {kind.value}: {reason}")

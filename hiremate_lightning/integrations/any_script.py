@@ -26,8 +26,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..api import FABRIC_WRAPPER, inside_wrappers, take_over
+from ..calls.refused import refuse
 from ..calls.replaced import CompiledCall, take_compiled
-from ..calls.slots import Slot, refuse
+from ..calls.slots import Slot
 from ..errors import ConfigurationError, HiRemateError
 from ..housekeeping import Once
 from ..planning.plan import Plan

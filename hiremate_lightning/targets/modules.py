@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from ..calls.given import BeforeCall
-from ..calls.slots import Called, Slot, WaitingSlots, reason_of_others, refuse, refuse_each, slot_for
+from ..calls.refused import reason_of_others, refuse, refuse_each
+from ..calls.slots import Called, Slot, WaitingSlots, slot_for
 from ..errors import SecondDerivativeError
 from ..sessions.messages import transforms_in
 from ..sessions.session import Session

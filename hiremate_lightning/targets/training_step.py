@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calls.slots import StepSlot, refuse
+from ..calls.refused import refuse
+from ..calls.slots import StepSlot
 from ..errors import ConfigurationError
 from ..sessions.session import Session
 from ..torch_private import sharding

@@ -139,6 +139,7 @@ def _anchors(page: Path) -> set[str]:
 # ---------------------------------------------------------------- texts of errors and warnings
 
 SHOWN = ("warn", "_warn", "_warn_once", "rank_zero_warn", "warning")  # what they are given is shown to users
+IN_TABLES = ("MODULES", "DISTRIBUTED_TYPES", "STRATEGIES")  # dictionaries of shown texts
 NOT_SHOWN = {"AttributeError", "TypeError", "KeyError", "StopIteration"}  # Python's own
 NOT_SHOWN |= {"WorkerLostError", "NotShownError", "CopyError", "SizesDifferError", "WrongAtSizesError"}  # caught
 FIXED_WORDS = 3  # fewer of them, between what differs, don't tell a text
@@ -226,7 +227,7 @@ def _texts(tree: ast.Module) -> Iterator[tuple[int, list[str]]]:
                     yield inner.lineno, _pieces(inner.value, constants)
         elif isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
             names = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
-            if any(isinstance(name, ast.Name) and name.id in ("UNSUPPORTED_STRATEGIES", "REASONS") for name in names):
+            if any(isinstance(name, ast.Name) and name.id in IN_TABLES for name in names):
                 yield from ((value.lineno, _pieces(value, constants)) for value in node.value.values)
 
 
