@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..calls.given import ModuleCall
 from ..capturing.capture import Captured
@@ -51,6 +51,21 @@ class Followed:
     decisions: tuple[Decisions, ...]  # the nodes that each call recomputes
 
 
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """What a step takes over from plans of the same code at other sizes, as its graphs without a plan begin.
+
+    A graph changes nothing here if the same graphs ran in an earlier step: `GraphPrograms` keeps its program, and has
+    learned from the sizes and the memory of the earlier step.
+    """
+
+    signatures: tuple[StepSignature, ...] = ()  # planned signatures whose code is that of all forwards until then
+    followed: Followed | None = None  # decisions taken over from these signatures; None if none fit
+    # The step as foreseen from these signatures, with the sizes of all its calls; None before all sizes are known.
+    at_sizes: RecordedStep | None = None
+    fits_nothing: bool = False  # whether it runs made code (of a size never traced), and not even the least memory fits
+
+
 @dataclass(eq=False)
 class CurrentStep:
     """A step from its beginning to its end."""
@@ -70,13 +85,7 @@ class CurrentStep:
     record: StepRecord | None = None  # the measurement of its memory; None if not measured
     timed: TimedRun | None = None  # times of its operations; None if not timed
     forwards: list[Forward] = field(default_factory=list)  # its forwards so far
-    # The planned signatures whose code is that of all forwards so far, at any sizes. Set when a graph without a plan
-    # first runs after these forwards; empty in later steps, which find its program in a cache.
-    alike: list[StepSignature] = field(default_factory=list)
-    followed: Followed | None = None  # decisions taken over from these signatures; None if none fit
-    # The step as foreseen from these signatures, with the sizes of all its calls; None before all sizes are known.
-    at_sizes: RecordedStep | None = None
-    fits_nothing: bool = False  # whether it runs made code (of a size never traced), and not even the least memory fits
+    taken_over: TakenOver = TakenOver()  # from plans of the same code at other sizes
     is_replanned: bool = False  # whether plans were made again since its first forward
     is_to_be_planned: bool = False  # whether its signature gets a plan from its record, before the next step
     has_captured: bool = False  # whether a graph was captured in it
@@ -114,7 +123,7 @@ class CurrentStep:
     def plans_changed(self) -> None:
         """Set `is_replanned` if a forward has run, since plans were made again; drop decisions taken over."""
         self.is_replanned = self.is_replanned or bool(self.forwards)
-        self.followed = None
+        self.taken_over = replace(self.taken_over, followed=None)
 
     def ran_by(self, signatures: Collection[StepSignature]) -> bool:
         """Whether each of its forwards followed the plan of one of these signatures."""

@@ -85,7 +85,7 @@ class EagerSteps:
 
     def learn_from_taken_over(self, step: CurrentStep, signature: StepSignature) -> None:
         """Predict eager steps also from the step that ends, if its sizes are foreseen and it has no plan of its own."""
-        at_sizes = step.at_sizes
+        at_sizes = step.taken_over.at_sizes
         if at_sizes is not None and signature.plan is None and self._may_run_eager:
             code = self._history.same_code(at_sizes)
             self._predictions.learn_foreseen(CapturedStep(tuple(step.calls), code, at_sizes))

@@ -34,8 +34,8 @@ from ..running.program_at_sizes import program_of
 from ..signatures.recorded_step import foresee
 from ..signatures.step_signature import GraphNumbers, StepSignature
 from ..torch_private import runtime
-from .current_step import CurrentStep, Followed, Forward
-from .modes import GraphFacts, Mode, graph_mode
+from .current_step import CurrentStep, Followed, Forward, TakenOver
+from .modes import Mode, graph_mode
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
 
@@ -45,7 +45,8 @@ HEADROOM = 0.8  # share of the room that new decisions for all sizes may take: t
 LIMIT_S = 5.0  # seconds for solving, while a step waits
 TRACING_BYTES = 2**14  # bytes that a trace takes: three states of the random generator
 
-TakenOver = Latest[GraphNumbers, Forward | None]  # the forward of a part by others' decisions, by the graphs so far
+# The forward of a graph by decisions for other sizes, None if none fit; by the graphs of the step up to this one.
+Forwards = Latest[GraphNumbers, Forward | None]
 
 
 class GraphPrograms:
@@ -55,7 +56,7 @@ class GraphPrograms:
         self._model, self._maker = model, maker
         self._history, self._parts, self._reporter = model.history, model.parts, model.reporter
         self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
-        self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
+        self._by_others: weakref.WeakKeyDictionary[Part, Forwards] = weakref.WeakKeyDictionary()
         # Whether a step of a signature fits whose first graphs ran by these schedules.
         self._fits = dict[tuple[StepSignature, tuple[Schedule, ...]], bool]()
         self._most_bytes = 0  # most resident bytes before any step
@@ -64,7 +65,7 @@ class GraphPrograms:
 
     def forget_plans(self) -> None:
         """Forget which decisions were taken over, since there is another plan, or more is resident."""
-        self._taken_over.clear()
+        self._by_others.clear()
         self._fits.clear()
 
     def note_resident(self, resident: Resident) -> None:
@@ -76,10 +77,12 @@ class GraphPrograms:
     def forget_least(self, part: Part) -> None:
         """Forget the programs of a part, which can't run by them any more."""
         self._least.pop(part, None)
-        self._taken_over.pop(part, None)
+        self._by_others.pop(part, None)
 
     def decide(self, step: CurrentStep, part: Part) -> Forward:
         """Choose the program of a captured graph that is about to run in the step under way.
+
+        Decisions for other sizes may be solved here; `step.taken_over` has what the step takes over from then on.
 
         If the graph has no backward in the plan of its step, its backward comes in a later step, or never. In the
         latter case it runs at the least memory: that takes no time, and the plan counts the bytes that it then holds.
@@ -88,27 +91,31 @@ class GraphPrograms:
             InfeasibleBudgetError: If the part alone fits neither the budget nor the free memory.
         """
         profile, ran = self._parts.costs_of(part), (*step.graphs, part.number)
-        planned = self._history.choose(ran, step.expected, step.start, partial(self._fits_beside, step))
-        take_over = partial(self._take_over, step, part, ran)
-        mode = graph_mode(GraphFacts(step.is_unknown, planned[0] is not None, lambda: take_over() is not None))
-        if mode is Mode.OTHER_SIZES and (taken_over := take_over()) is not None:
-            return taken_over
-        signature, program = planned if mode is Mode.PLANNED else (None, None)
+        signature, program = self._history.choose(ran, step.expected, step.start, partial(self._fits_beside, step))
+        mode = graph_mode(may_need_more=step.is_unknown, has_plan=signature is not None)
+        if mode is Mode.OTHER_SIZES:
+            step.taken_over, forward = self._take_over(step, part, ran)
+            if forward is not None:
+                return forward
+            mode = Mode.LEAST
+        if mode is Mode.LEAST or signature is None:
+            return Forward(part.number, part.captured, profile, self._find_least(step, part), mode)
         if program is None:
-            waits = signature is not None and any(waiting is part for waiting, _ in signature.recorded.unfinished)
+            waits = any(waiting is part for waiting, _ in signature.recorded.unfinished)
             program = self._maker.waiting.program(part) if waits else self._find_least(step, part)
         return Forward(part.number, part.captured, profile, program, mode, signature)
 
     def step_ended(self, step: CurrentStep) -> None:
         """Store the sizes of all calls of a captured step, to foresee them from the first call of later steps."""
-        if step.alike:
-            places = step.alike[0].recorded.places
+        signatures = step.taken_over.signatures
+        if signatures:
+            places = signatures[0].recorded.places
             if all(place < len(step.forwards) for place in places):  # not if it was a piece of an iteration
-                step.alike[0].of_code.sizes_of_calls.note([step.forwards[place].captured for place in places])
+                signatures[0].of_code.sizes_of_calls.note([step.forwards[place].captured for place in places])
 
     def learn_margin(self, step: CurrentStep, peak_bytes: int) -> None:
         """Leave a larger margin in steps of sizes never traced, if one took more than predicted for its decisions."""
-        at_sizes, resident = step.at_sizes, step.resident
+        at_sizes, resident = step.taken_over.at_sizes, step.resident
         if at_sizes is None or resident is None or not step.is_from_other_sizes:
             return
         whole, forwards = at_sizes.merge(), [step.forwards[place] for place in at_sizes.places]
@@ -171,35 +178,45 @@ class GraphPrograms:
 
     # ---------------------------------------------------------------- plans of other sizes
 
-    def _take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers) -> Forward | None:
-        """Return the forward of a part by decisions for the same code at other sizes; None if none fit."""
-        forwards = self._taken_over.setdefault(part, TakenOver(64))
-        if ran not in forwards:
-            with self._reporter.stage("solving"):
-                programs = [forward.program for forward in forwards.values() if forward is not None]
-                forwards[ran] = self._take_over_anew(step, part, programs)
-        return forwards[ran]
+    def _take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers) -> tuple[TakenOver, Forward | None]:
+        """Find decisions for the same code at other sizes, for a graph that is about to run.
 
-    def _take_over_anew(self, step: CurrentStep, part: Part, programs: Sequence[Program]) -> Forward | None:
-        """Return the forward of a part as `_take_over`, not from the cache; `programs` are those of earlier steps."""
-        profile, captured, place = self._parts.costs_of(part), part.captured, len(step.forwards)
-        begun = [*(forward.captured for forward in step.forwards), captured]
-        step.alike = [signature for signature in self._history.planned if signature.recorded.begins_as(begun)]
-        if not step.alike:
-            return None
-        first = step.alike[0].recorded
-        if place not in first.places or not all(s.recorded.goes_on_as(first, place) for s in step.alike):
-            return None  # signatures differ in what comes next
+        Returns:
+            What the step takes over from now on: as before, if an earlier step has shown by which decisions the graph
+            runs; and the forward of the graph, None if no decisions fit.
+        """
+        forwards = self._by_others.setdefault(part, Forwards(64))
+        if ran in forwards:
+            return step.taken_over, forwards[ran]
+        with self._reporter.stage("solving"):
+            taken_over, decisions = self._find_others(step, part)
+            if decisions is None:
+                forward = None
+            else:
+                programs = [forward.program for forward in forwards.values() if forward is not None]
+                program = self._program_of(part.captured, decisions, programs)
+                forward = Forward(part.number, part.captured, self._parts.costs_of(part), program, Mode.OTHER_SIZES)
+            forwards[ran] = forward
+        return taken_over, forward
+
+    def _find_others(self, step: CurrentStep, part: Part) -> tuple[TakenOver, Decisions | None]:
+        """Return what a step takes over from now on, and the decisions for a part that is about to run, if any fit."""
+        place, begun = len(step.forwards), [*(forward.captured for forward in step.forwards), part.captured]
+        signatures = tuple(one for one in self._history.planned if one.recorded.begins_as(begun))
+        taken_over = replace(step.taken_over, signatures=signatures)
+        if not signatures:
+            return taken_over, None
+        first = signatures[0].recorded
+        if place not in first.places or not all(one.recorded.goes_on_as(first, place) for one in signatures):
+            return taken_over, None  # signatures differ in what comes next
         call = first.places.index(place)
-        is_last = call + 1 == len(first.calls)
-        if not _was_foreseen(step.followed, captured, call, is_last):
-            step.followed = self._follow(step, captured, profile, call, is_last)
-        elif is_last and step.followed is not None:
-            step.at_sizes = step.followed.step
-        if step.followed is None:
-            return None
-        program = self._program_of(captured, step.followed.decisions[call], programs)
-        return Forward(part.number, captured, profile, program, Mode.OTHER_SIZES)
+        is_last, followed = call + 1 == len(first.calls), taken_over.followed
+        if followed is None or not _was_foreseen(followed, part.captured, call, is_last):
+            taken_over = self._follow(step, taken_over, part, call)
+        elif is_last:
+            taken_over = replace(taken_over, at_sizes=followed.step)
+        followed = taken_over.followed
+        return taken_over, None if followed is None else followed.decisions[call]
 
     def _program_of(self, captured: Captured, decisions: Decisions, programs: Sequence[Program]) -> Program:
         """Return the program of a captured graph by decisions: an earlier one if its schedule is the same."""
@@ -211,45 +228,52 @@ class GraphPrograms:
             self._schedules[key] = program.schedule
         return program
 
-    def _follow(
-        self, step: CurrentStep, captured: Captured, profile: Profile, call: int, is_last: bool
-    ) -> Followed | None:
-        """Return the fastest decisions for steps of the same code that fit this step; None if none fit."""
-        alike, is_made = [signature.recorded for signature in step.alike], captured.made_from is not None
+    def _follow(self, step: CurrentStep, taken_over: TakenOver, part: Part, call: int) -> TakenOver:
+        """Return `taken_over` with the fastest decisions of its signatures that fit a step; with none if none fit.
+
+        Args:
+            step: The step under way.
+            taken_over: What it takes over; its signatures run the code of the step so far.
+            part: The part that is about to run.
+            call: The place of the part among the calls of these signatures.
+        """
+        signatures, captured = taken_over.signatures, part.captured
+        alike, of_code = [signature.recorded for signature in signatures], signatures[0].of_code
         begun = [step.forwards[place] for place in alike[0].places[:call]]
         resident = step.resident_in(self._model.memory)
-        calls = [*((forward.captured, forward.profile) for forward in begun), (captured, profile)]
-        first_of_code = step.alike[0].of_code
-        to_come = first_of_code.sizes_of_calls.foresee([captured for captured, _ in calls])
+        calls = [*((forward.captured, forward.profile) for forward in begun), (captured, self._parts.costs_of(part))]
+        to_come = of_code.sizes_of_calls.foresee([captured for captured, _ in calls])
         foreseen = foresee(alike, [*calls, *to_come], resident)
         if foreseen is None:
-            return None
-        if is_last:
-            step.at_sizes = foreseen
+            return replace(taken_over, followed=None)
+        if len(calls) == len(alike[0].calls):
+            taken_over = replace(taken_over, at_sizes=foreseen)
         whole = foreseen.merge().sharing([recorded.code for recorded in foreseen.calls], self._replays)
         traced_bytes = TRACING_BYTES if len(foreseen.calls) > 1 else 0  # a later graph is traced during the step
         room = self._maker.room(whole, resident)
         room = replace(room, resident_bytes=room.resident_bytes + traced_bytes)
-        room = replace(room, margin_bytes=self._margin_bytes(step, room.step_bytes, is_made))
+        is_made = captured.made_from is not None
+        room = replace(room, margin_bytes=self._margin_bytes(signatures, room.step_bytes, is_made))
         before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
 
         def fastest() -> Decisions | None:
-            plans = (signature.own_plan.solution.recompute for signature in step.alike)
-            candidates = dict.fromkeys([keep_all(whole.graph), *plans, *first_of_code.ladder.decisions])
+            plans = (signature.own_plan.solution.recompute for signature in signatures)
+            candidates = dict.fromkeys([keep_all(whole.graph), *plans, *of_code.ladder.decisions])
             return fastest_that_fits(whole, room, [_going_on(whole, before, d) for d in candidates])
 
         decisions = fastest()
         if decisions is None and is_made:
-            self._find_for_all_sizes(first_of_code.ladder, whole, room)
+            self._find_for_all_sizes(of_code.ladder, whole, room)
             decisions = fastest()
-            step.fits_nothing = decisions is None
-        return None if decisions is None else Followed(foreseen, whole.split(decisions))
+            taken_over = replace(taken_over, fits_nothing=decisions is None)
+        followed = None if decisions is None else Followed(foreseen, whole.split(decisions))
+        return replace(taken_over, followed=followed)
 
-    def _margin_bytes(self, step: CurrentStep, room_bytes: int, is_made: bool) -> int:
-        """Return the bytes to leave free, since steps of the same code took more than was predicted."""
-        margin_bytes = max(self._history.margin_bytes, *(signature.recorded.margin_bytes for signature in step.alike))
+    def _margin_bytes(self, signatures: Sequence[StepSignature], room_bytes: int, is_made: bool) -> int:
+        """Return the bytes to leave free, since steps of these signatures took more than was predicted."""
+        margin_bytes = max(self._history.margin_bytes, *(signature.recorded.margin_bytes for signature in signatures))
         excess = 0.0  # ratio of the excess of a measured peak over the predicted one to the latter
-        for plan in (signature.own_plan for signature in step.alike if is_made):
+        for plan in (signature.own_plan for signature in signatures if is_made):
             excess_bytes = (plan.measured.peak_bytes or 0) - plan.planned_peak_bytes
             excess = max(excess, excess_bytes / max(1, plan.planned.peak_bytes))
         return max(margin_bytes, int(room_bytes * excess / (1 + excess)))
@@ -280,10 +304,8 @@ class GraphPrograms:
             ladder.least_share = share
 
 
-def _was_foreseen(followed: Followed | None, captured: Captured, call: int, is_last: bool) -> bool:
+def _was_foreseen(followed: Followed, captured: Captured, call: int, is_last: bool) -> bool:
     """Whether the decisions were made for a call of these sizes, or for a larger one if it is not the last."""
-    if followed is None:
-        return False
     expected = followed.step.calls[call].captured
     if captured.made_from is not None and captured.made_from is expected.made_from:
         return captured.sizes == expected.sizes

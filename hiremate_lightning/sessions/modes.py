@@ -1,7 +1,7 @@
 """The modes of steps and of captured graphs, and the rules that choose them: `step_mode` and `graph_mode`, in order.
 
-`StepFacts` finds out here what the rules ask of a step; `graph_programs` finds out what they ask of a captured graph.
-A step that runs eager has a record of its mode, which says what to measure in the step and what to do with the result.
+`StepFacts` finds what the rules ask of a step. A step that runs eager has a record of its mode, which says what to
+measure in the step and what to do with the result.
 """
 
 from __future__ import annotations
@@ -53,13 +53,16 @@ def step_mode(facts: StepFacts) -> Eager | None:
     return Offloaded(prediction, facts.likely, facts.offloading) if facts.may_offload(prediction) else None
 
 
-def graph_mode(facts: GraphFacts) -> Mode:
-    """Return the mode of a captured graph: by the first rule that applies."""
-    if facts.may_need_more:
+def graph_mode(may_need_more: bool, has_plan: bool) -> Mode:
+    """Return the mode of a captured graph that is about to run; `LEAST` takes the place of `OTHER_SIZES` if none fit.
+
+    Args:
+        may_need_more: Whether its step likely has a signature without a plan that runs more than the expected one.
+        has_plan: Whether the graphs of its step so far are those of a planned signature.
+    """
+    if may_need_more:
         return Mode.LEAST
-    if facts.has_plan:
-        return Mode.PLANNED
-    return Mode.OTHER_SIZES if facts.fits_by_others() else Mode.LEAST
+    return Mode.PLANNED if has_plan else Mode.OTHER_SIZES
 
 
 @dataclass(frozen=True)
@@ -124,15 +127,6 @@ class StepFacts:
     def may_offload(self, prediction: Prediction) -> bool:
         """Whether there is memory for its offloaded tensors; a step that has begun so goes on."""
         return self.begun is not None or self.offloading.has_room(prediction.offloaded_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class GraphFacts:
-    """What the rules ask of a captured graph that is about to run."""
-
-    may_need_more: bool  # whether its step likely has a signature without a plan that runs more than the expected one
-    has_plan: bool  # whether the graphs of its step so far are those of a planned signature
-    fits_by_others: Callable[[], bool]  # returns whether decisions for the same code at other sizes fit
 
 
 # ---------------------------------------------------------------- steps that run eager

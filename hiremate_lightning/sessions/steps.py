@@ -184,7 +184,7 @@ class Steps(Conductor):
             self._planned.check_plans([signature], resident)
 
     def program_of(self, part: Part) -> Program:
-        """Return the program by which a part is about to run, for its proof; it may be solved here."""
+        """Choose the program by which a part is about to run, for its proof; `start` finds the same one again."""
         return self._graph_programs.decide(self.current or CurrentStep(), part).program
 
     def free_bytes(self, step: Step, device: torch.device) -> int:
@@ -311,7 +311,7 @@ class Steps(Conductor):
         expected, record = step.expected, step.record
         is_own = step.ran_by(self._history.taken_for(signature))
         self._history.ended(signature, step.start, step.is_by_plans)
-        signature.sights.fits_nothing = signature.sights.fits_nothing or step.fits_nothing
+        signature.sights.fits_nothing = signature.sights.fits_nothing or step.taken_over.fits_nothing
         self._eager_steps.learn_from_taken_over(step, signature)
         if expected is not None and step.forwards and step.forwards[0].signature is expected is not signature:
             began_again = step.graphs[0] in step.graphs[1:]  # for example after a forward without a backward

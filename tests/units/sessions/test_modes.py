@@ -9,7 +9,6 @@ import pytest
 from hiremate_lightning.sessions.modes import (
     Eager,
     GivenBack,
-    GraphFacts,
     Mode,
     Offloaded,
     StepFacts,
@@ -74,15 +73,13 @@ def test_a_step_runs_in_the_first_mode_that_is_open_to_it(known, mode):
 
 
 @pytest.mark.parametrize(
-    ("known", "mode"),
+    ("may_need_more", "has_plan", "mode"),
     [
-        ({}, Mode.LEAST),
-        ({"fits_by_others": True}, Mode.OTHER_SIZES),
-        ({"fits_by_others": True, "has_plan": True}, Mode.PLANNED),
-        ({"fits_by_others": True, "has_plan": True, "may_need_more": True}, Mode.LEAST),
+        (False, False, Mode.OTHER_SIZES),
+        (False, True, Mode.PLANNED),
+        (True, False, Mode.LEAST),
+        (True, True, Mode.LEAST),
     ],
 )
-def test_a_captured_graph_runs_in_the_first_open_mode(known, mode):
-    values = {"may_need_more": False, "has_plan": False, "fits_by_others": False, **known}
-    may_need_more, has_plan, fits_by_others = values.values()
-    assert graph_mode(GraphFacts(may_need_more, has_plan, lambda: fits_by_others)) is mode
+def test_a_captured_graph_runs_in_the_first_open_mode(may_need_more, has_plan, mode):
+    assert graph_mode(may_need_more, has_plan) is mode
