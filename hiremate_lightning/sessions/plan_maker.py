@@ -128,7 +128,7 @@ class PlanMaker:
             return []
         waiting.holds = holds
         for signature in concerned:
-            signature.step = waiting.at(signature, signature.recorded)
+            self._history.record(signature, waiting.at(signature, signature.recorded))
         return concerned
 
     def announce(self) -> None:
@@ -171,7 +171,7 @@ class PlanMaker:
 
     def anew(self, step: RecordedStep) -> RecordedStep:
         """Return a copy of a foreseen step that was not planned yet: without corrections and limits."""
-        untried = replace(step, corrections=0, keeps_on_device=False, decided=())
+        untried = replace(step, corrections=0, keeps_on_device=False, counts_on_freed_gradients=False, decided=())
         return replace(untried, solve=self._new_solve(), limits=self.new_limits())
 
     def _new_solve(self) -> Strategy:
@@ -179,19 +179,18 @@ class PlanMaker:
         return shared(remembering(worker.apart(name), name), runtime.process_group_store(), self._model_description)
 
     def make(self, signature: StepSignature) -> Fits | Short | None:
-        """Plan a recorded step signature and build its programs; its limits are set in any case.
+        """Plan a recorded step signature within its limits, and build its programs.
 
         Returns:
             The plan with its programs; what the step needs, if nothing fits the budget; None if its code was made from
             traces of other sizes that do not determine its programs: then the caller drops the signature.
         """
         recorded, options = signature.recorded, self._model.options
-        step, limits = recorded.merge(), self.limits(signature, recorded)
-        recorded = signature.step = replace(recorded, limits=limits)
+        step = recorded.merge()
         with self._reporter.stage("solving"):
             plan = make_plan(
                 step,
-                recorded.room(options.budget, limits.budget_bytes),
+                recorded.room(options.budget, recorded.limits.budget_bytes),
                 replace(options, on_infeasible="warn") if recorded.is_provisional else options,
                 target=self._model.name,
                 solve=recorded.solve,

@@ -2,19 +2,20 @@
 
 A signature is planned again if
 
-- the user names another budget (`set_budget`), or the budget has clearly risen (`check_plan`);
-- more memory exists before the step than the plan counts, or gradients stay that it counts as freed (`check_plan`);
-- waiting graphs (whose backward comes in a later step) are to hold more, or less (`check_plans`, `learn`);
+- the user names another budget (`set_budget`), or the budget has clearly risen (`adapt_plan`);
+- more memory exists before the step than the plan counts, or gradients stay that it counts as freed (`adapt_plan`);
+- waiting graphs (whose backward comes in a later step) are to hold more, or less (`adapt_plans`, `learn`);
 - a step ran more backwards than the recorded one (`see_backwards`);
 - its peak is measured above the budget (`peak_measured`): for the step as it is now, or with a margin; at most
   `CORRECTIONS` times;
-- memory that needed more than the budget was freed (`meet`).
+- memory that needed more than the budget was freed (`plan_and_adapt`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -77,33 +78,39 @@ class PlannedSignatures:
             InfeasibleBudgetError: If nothing fits it; the error names a budget that is enough for all steps seen.
                 Budget and plans stay as they were.
         """
-        before, waiting = self._model.options, self.maker.waiting
-        holds, steps = waiting.holds, {signature: signature.recorded for signature in self.history.recorded}
-        self._model.options = replace(before, budget=budget)
-        for signature, step in steps.items():
-            signature.step = replace(step, limits=self.maker.new_limits())
-        made = dict[StepSignature, Fits | None]()
-        try:
+        with self._undone_on_failure():
+            self._model.options = replace(self._model.options, budget=budget)
+            for signature in self.history.recorded:
+                self.history.record(signature, replace(signature.recorded, limits=self.maker.new_limits()))
             self.maker.choose_waiting(may_hold_more=True)
-            for signature in steps:
-                outcome = self.maker.make(signature)
+            made = dict[StepSignature, Fits | None]()
+            for signature in self.history.recorded:
+                outcome = self._make(signature)
                 if isinstance(outcome, Short):
                     raise (self.maker.short_of_all(self.shortage) or outcome).error()
                 made[signature] = outcome
-        except BaseException:  # Ctrl-C too: budgets change for all step signatures or for none
-            self._model.options, waiting.holds = before, holds
-            for signature, step in steps.items():
-                signature.step = step
-            raise
         self._reports.budget_changed()
         self._install(made)
+
+    @contextmanager
+    def _undone_on_failure(self) -> Iterator[None]:
+        """Put back the budget, all recorded steps, and what waiting graphs hold, if the context fails."""
+        options, holds = self._model.options, self.maker.waiting.holds
+        steps = {signature: signature.recorded for signature in self.history.recorded}
+        try:
+            yield
+        except BaseException:  # Ctrl-C too: budgets change for all step signatures or for none
+            self._model.options, self.maker.waiting.holds = options, holds
+            for signature, step in steps.items():
+                self.history.record(signature, step)
+            raise
 
     def likely(self, step: CurrentStep) -> list[StepSignature]:
         """List the planned signatures that a step is likely to have, if graphs wait as before their steps."""
         return [signature for signature in self.history.all_likely(step.foreseen) if starts_so(signature, step.start)]
 
-    def meet(self, finished: CurrentStep | None, resident: Resident, step: CurrentStep) -> None:
-        """Plan the step that has ended, and check each likely plan against the memory that exists now.
+    def plan_and_adapt(self, finished: CurrentStep | None, resident: Resident, step: CurrentStep) -> None:
+        """Plan the step that has ended, and adapt each likely plan to the memory that exists now.
 
         Args:
             finished: The step that has ended; None if it is not to be planned.
@@ -120,7 +127,7 @@ class PlannedSignatures:
             before = finished.resident and finished.resident.with_state(resident.state_bytes)
             with collecting_what_it_leaves():
                 self._hold(self.learn(finished.record, resident, before))
-        self.check_plans(self.likely(step), resident)
+        self.adapt_plans(self.likely(step), resident)
         if self.shortage.is_held and self.shortage.is_to_be_raised:
             self._end_shortage()
         if self.shortage.is_to_be_warned_of:
@@ -158,24 +165,24 @@ class PlannedSignatures:
         short = self._plan(signature)
         if short is None or not signature.recorded.margin_bytes:
             return short
-        signature.step = replace(signature.recorded, margin_bytes=0)
+        self.history.record(signature, replace(signature.recorded, margin_bytes=0))
         return self._plan(signature)
 
-    def check_plans(self, signatures: Sequence[StepSignature], resident: Resident) -> None:
-        """Check the plans of signatures against the memory that exists; if one does not fit, train on for a while."""
+    def adapt_plans(self, signatures: Sequence[StepSignature], resident: Resident) -> None:
+        """Adapt the plans of signatures to the memory that exists; if one does not fit, train on for a while."""
         alike = [one for one in self.history.recorded if one.backwards_vary and not one.recorded.decided]
         for signature in alike:  # from now on its calls run by the programs of waiting graphs
-            signature.step = self.maker.waiting.at(signature, signature.recorded)
+            self.history.record(signature, self.maker.waiting.at(signature, signature.recorded))
         has_more_state = resident.state_bytes > self.maker.state_bytes  # it exists before all pieces of an iteration
         self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
         short = self._plan(*alike) if alike or has_more_state else None
-        self._hold(short or first_short(self.check_plan(signature, resident) for signature in signatures))
+        self._hold(short or first_short(self.adapt_plan(signature, resident) for signature in signatures))
         for signature in signatures:
-            signature.checked_at = self._memory.growths, self._memory.retained_bytes()
+            signature.adapted_at = self._memory.growths, self._memory.retained_bytes()
 
-    def was_checked(self, signature: StepSignature) -> bool:
-        """Whether the plan of a signature was checked since memory last grew, with as many retained bytes."""
-        growths, retained_bytes = signature.checked_at
+    def is_adapted(self, signature: StepSignature) -> bool:
+        """Whether the plan of a signature was adapted since memory last grew, with as many retained bytes."""
+        growths, retained_bytes = signature.adapted_at
         return growths == self._memory.growths and retained_bytes >= self._memory.retained_bytes()
 
     def _hold(self, short: Short | None) -> None:
@@ -203,8 +210,8 @@ class PlannedSignatures:
         """Count two sets of gradients in plans from now on, since gradients of a part were not added in place."""
         for signature in self.history.recorded:
             returning = signature.recorded.returning(part, positions)
-            if returning is not signature.step:
-                signature.step, signature.counts_on_freed_gradients = returning, True
+            if returning is not signature.recorded:
+                self.history.record(signature, returning)
                 self._messages.warn(
                     "Gradients can't be accumulated in place any more: a hook sees them, another term of the loss has "
                     "some too, they are kept in a narrower type than they are computed in, or autograd.grad asks for "
@@ -250,11 +257,11 @@ class PlannedSignatures:
         is_first = short is not None and is_share and signature.sights.count == 1
         if is_first and len(signature.recorded.calls) < len(signature.graphs):  # layers were dropped
             log.info("%s waits for larger steps: %s", self._name, short)
-            signature.step = None
+            self._drop(signature)
             return None
         if is_share:  # all step signatures have the same budget, which may have grown
             other_signatures = [other for other in self.history.planned if other not in (*ahead, signature)]
-            short = short or first_short(self.check_plan(other, other.recorded.resident) for other in other_signatures)
+            short = short or first_short(self.adapt_plan(other, other.recorded.resident) for other in other_signatures)
         if short is None:
             self.warn_of_first_step(signature, record.peak_bytes or 0)
         return short
@@ -309,11 +316,17 @@ class PlannedSignatures:
         call with `may_hold_more`.
         """
         for signature in dict.fromkeys((*self.maker.choose_waiting(may_hold_more), *signatures)):
-            outcome = self.maker.make(signature)
+            outcome = self._make(signature)
             if isinstance(outcome, Short):
                 return outcome
             self._install({signature: outcome})
         return None
+
+    def _make(self, signature: StepSignature) -> Fits | Short | None:
+        """Make the plan of a recorded step within its present budget, which is stored even if nothing fits."""
+        step = signature.recorded
+        self.history.record(signature, replace(step, limits=self.maker.limits(signature, step)))
+        return self.maker.make(signature)
 
     def _install(self, made: Mapping[StepSignature, Fits | None]) -> None:
         """Run signatures by their new plans, and report the plans; drop signatures that get none."""
@@ -329,7 +342,7 @@ class PlannedSignatures:
                 limits = limits.with_least(step.resident, plan.planned_peak_bytes)
             recomputed = {plan.graph.nodes[node].op for node in plan.schedule.recomputed(plan.graph)}
             signature.is_searching |= may_choose_anew(recomputed, self._memory.device)
-            signature.step = replace(step, limits=limits)
+            self.history.record(signature, replace(step, limits=limits))
             self.history.install(signature, plan, fits.programs)
             self._model.watching.planned(signature)
             self._graph_programs.forget_plans()
@@ -345,22 +358,23 @@ class PlannedSignatures:
 
     def update(self, signature: StepSignature, **measured: Any) -> None:
         """Store measured values in the plan of a step signature, and report them."""
-        plan = signature.plan = self.maker.with_proofs(signature.own_plan).with_measured(**measured)
+        plan = self.maker.with_proofs(signature.own_plan).with_measured(**measured)
+        self.history.install(signature, plan, signature.programs)
         if plan.measured.step_ms is not None:
             self._reports.measured(signature, plan)
         self._reports.notify(plan)
 
-    # ---------------------------------------------------------------- plans are checked, and made again
+    # ---------------------------------------------------------------- plans are adapted, and made again
 
-    def check_plan(self, signature: StepSignature, resident: Resident) -> Short | None:
-        """Check a plan against the memory that exists before this step; plan again if it no longer fits.
+    def adapt_plan(self, signature: StepSignature, resident: Resident) -> Short | None:
+        """Adapt a plan to the memory that exists before this step; plan again if it no longer fits.
 
         Returns:
             What the step needs, if nothing fits the budget.
         """
         plan, step = signature.own_plan, signature.recorded
         resident_now = self.maker.waiting.resident_at(resident)
-        is_met = resident_now == step.resident and not signature.counts_on_freed_gradients
+        is_met = resident_now == step.resident and not step.counts_on_freed_gradients
         is_share = self._model.options.budget.share is not None  # of all signatures that have come
         if is_met and not (is_share and self.maker.limits(signature, step).budget_bytes != plan.budget_bytes):
             return None
@@ -368,10 +382,11 @@ class PlannedSignatures:
         if self.shortage.is_held:
             return None
         has_more_state = resident_now.state_bytes > step.resident.state_bytes
-        limits = step.limits.without_least() if signature.counts_on_freed_gradients else step.limits
-        met = self.maker.waiting.at(signature, replace(step, resident=resident_now, limits=limits))
+        limits = step.limits.without_least() if step.counts_on_freed_gradients else step.limits
+        met = replace(step, resident=resident_now, limits=limits, counts_on_freed_gradients=False)
+        met = self.maker.waiting.at(signature, met)
         limits = self.maker.limits(signature, met)
-        signature.step, signature.counts_on_freed_gradients = replace(met, limits=limits), False
+        self.history.record(signature, replace(met, limits=limits))
         if has_more_state or (plan.measured.peak_bytes or 0) > limits.budget_bytes:
             plan = plan.with_measured(peak_bytes=None, predicted_bytes=None)  # measured beside other resident bytes
         merged, before = signature.recorded.merge(), signature.recorded.resident
@@ -386,11 +401,12 @@ class PlannedSignatures:
         if not limits.stays(resident_now, peak_bytes, is_least=plan.planned_peak_bytes > plan.budget_bytes):
             log.info("%s is planned anew: resident bytes are now %s", self._name, format_bytes(resident_now.size_bytes))
             return self._plan(signature)
-        signature.plan = adapted
+        self.history.install(signature, adapted, signature.programs)
         self._reports.kept(signature, adapted)
         if limits.have_risen(resident_now, peak_bytes) and not plan.solution.keeps_all:
             log.info("%s is planned anew: the budget is now %s", self._name, format_bytes(limits.budget_bytes))
-            signature.step = replace(signature.recorded, limits=limits.with_plan(peak_bytes))  # tried once
+            tried_once = replace(signature.recorded, limits=limits.with_plan(peak_bytes))
+            self.history.record(signature, tried_once)
             self._plan(signature)  # if nothing fits, the plan stays
         return None
 
@@ -399,16 +415,15 @@ class PlannedSignatures:
     ) -> None:
         """Store a measured peak of a plan; if it is above the budget, correct the plan, `CORRECTIONS` times at most.
 
-        The plan is first checked against the memory that existed before the step: that check may have been missed if
-        another signature was foreseen. The record of the step shows what it has beyond the planned step.
+        The plan is first adapted to the memory that existed before the step: that may have been missed if another
+        signature was foreseen. The record of the step shows what it has beyond the planned step.
         """
         if signature.is_searching:  # cuDNN tried its algorithms, with all the memory that these may take
             signature.is_searching = False
             return
-        solution, step = signature.own_plan.solution, signature.step
-        counts_on_freed_gradients = signature.counts_on_freed_gradients
-        if self.check_plan(signature, resident) is not None:  # raised as the next such step begins: this one has run
-            signature.step, signature.counts_on_freed_gradients = step, counts_on_freed_gradients
+        solution, step = signature.own_plan.solution, signature.recorded
+        if self.adapt_plan(signature, resident) is not None:  # raised as the next such step begins: this one has run
+            self.history.record(signature, step)
             return
         if signature.plan is None or signature.plan.solution is not solution:
             return  # planned again, or dropped: the step ran by the plan before
@@ -448,11 +463,12 @@ class PlannedSignatures:
         if plan.solution.offloads:  # the allocator rounds up less without offloads
             tries.append(replace(corrected, margin_bytes=0, keeps_on_device=True))
         for tried_step in tries:
-            signature.step = self.maker.waiting.at(signature, tried_step)
+            self.history.record(signature, self.maker.waiting.at(signature, tried_step))
             if self._plan(signature) is None:
                 log.info("%s: planned again, with less", text)
                 return
-        signature.step = self.maker.waiting.at(signature, corrected)  # waiting graphs may hold less since the tries
+        corrected = self.maker.waiting.at(signature, corrected)  # waiting graphs may hold less since the tries
+        self.history.record(signature, corrected)
         self._messages.warn_over(f"{text}, and no plan leaves that margin: the plan stays.")
 
     def piece_measured(self, peak_bytes: int) -> None:

@@ -1,7 +1,7 @@
 """The life of a step: read `Steps.called`, `Steps._begin`, `Steps.start` and `Steps.end`; the rest is their detail.
 
 A call after a backward ends a step and begins the next one. Only then the ended step is planned, likely plans are
-checked against the memory that exists now, and the mode and the measurement of the new step are chosen. The program of
+adapted to the memory that exists now, and the mode and the measurement of the new step are chosen. The program of
 each captured graph is chosen as it runs (`graph_programs`), by the graphs that have run in the step so far. So several
 step signatures (the two of a GAN, another input shape) have their own plans side by side.
 """
@@ -133,7 +133,7 @@ class Steps(Conductor):
             if finished is not None:
                 self._memory.collect_garbage()
             step.resident = self._memory.count_before_step(arguments)
-            self._planned.meet(finished, step.resident, step)
+            self._planned.plan_and_adapt(finished, step.resident, step)
         self._eager_steps.step_begins(step)
         self.watch.begin(step, arguments)
 
@@ -154,8 +154,10 @@ class Steps(Conductor):
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
         is_due = self.count < WATCHED_STEPS or self.count % COUNTED_AGAIN == 0 or self._memory.has_grown()
         likely = self._history.all_likely(step.foreseen)
-        is_due = is_due or self._planned.shortage.is_held or any(one.counts_on_freed_gradients for one in likely)
-        return is_due or not all(map(self._planned.was_checked, self._planned.likely(step)))
+        is_due = (
+            is_due or self._planned.shortage.is_held or any(one.recorded.counts_on_freed_gradients for one in likely)
+        )
+        return is_due or not all(map(self._planned.is_adapted, self._planned.likely(step)))
 
     # ---------------------------------------------------------------- its captured graphs
 
@@ -175,13 +177,13 @@ class Steps(Conductor):
         return program, None if step.record is None else step.record.begin(part, program, arguments)
 
     def _first_forward(self, step: CurrentStep, part: Part, arguments: Sequence[Any]) -> None:
-        """Choose the signature by whose plan a step begins; check its plan against memory if that was not done."""
+        """Choose the signature by whose plan a step begins; adapt its plan to memory if that was not done."""
         self._parts.costs_of(part)
         signature, _ = self._history.choose((part.number,), step.expected, step.start, lambda signature: True)
         step.expected = signature or step.expected
-        if signature is not None and not self._planned.was_checked(signature):
+        if signature is not None and not self._planned.is_adapted(signature):
             resident = step.resident or self._memory.count_before_step(tensors_among(arguments))
-            self._planned.check_plans([signature], resident)
+            self._planned.adapt_plans([signature], resident)
 
     def program_of(self, part: Part) -> Program:
         """Choose the program by which a part is about to run, for its proof; `start` finds the same one again."""

@@ -98,7 +98,7 @@ class History:
     # ---------------------------------------------------------------- changes of signatures
 
     def record(self, signature: StepSignature, step: RecordedStep) -> None:
-        """Store the recorded step of a signature; if it had none, the signature becomes the last of `recorded`."""
+        """Store the recorded step of a signature, new or changed; a new one makes it the last of `recorded`."""
         if signature.step is None:
             self._seen.pop(signature.graphs, None)
             self._recorded.pop(signature.graphs, None)
@@ -106,7 +106,7 @@ class History:
         signature.step = step
 
     def install(self, signature: StepSignature, plan: Plan, programs: Mapping[int, Program]) -> None:
-        """Store the plan of a signature and its programs; with its first plan it becomes `latest`."""
+        """Store the plan of a signature, new or changed, and its programs; with its first plan it becomes `latest`."""
         if signature.plan is None:
             self.latest = signature
         signature.plan, signature.programs = plan, programs

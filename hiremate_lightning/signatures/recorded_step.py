@@ -74,6 +74,8 @@ class RecordedStep:
     unfinished: tuple[tuple[Part, Schedule], ...] = ()
     unfinished_bytes: int = 0  # bytes that unfinished forwards save beyond those that they saved in the recorded step
     others_bytes: int = 0  # most bytes that a backward of an earlier step's graph takes in this step
+    # Whether its plan counts gradients as freed that later steps keep allocated; until the plan is adapted.
+    counts_on_freed_gradients: bool = False
     # Whether later steps take less: forwards whose backward never comes saved more in the recorded one.
     is_provisional: bool = False
     decided: tuple[Decisions, ...] = ()  # the nodes that each call recomputes, if these are fixed; else empty
@@ -186,7 +188,9 @@ class RecordedStep:
             for call in self.calls
         )
         is_same = all(call.added == before.added for call, before in zip(calls, self.calls, strict=True))
-        return self if is_same else replace(self, calls=calls, merged=no_graphs())
+        if is_same:
+            return self
+        return replace(self, calls=calls, counts_on_freed_gradients=True, merged=no_graphs())
 
 
 def foresee(

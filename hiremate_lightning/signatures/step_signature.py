@@ -1,9 +1,9 @@
 """One step signature: the single record of all facts that a session keeps of it.
 
 Steps have the same signature if they run the same captured graphs forward in the same order. `History` owns the
-signatures and returns them by these graphs; nothing else in a session keeps a table of signatures. The recorded step
-and the plan are frozen records that are replaced as a whole. So a change that fails halfway is undone by assigning the
-record before it.
+signatures, returns them by these graphs, and sets their steps and plans; nothing else in a session keeps a table of
+signatures. The recorded step and the plan are frozen records that are replaced as a whole. So a change that fails
+halfway is undone by storing the record before it.
 """
 
 from __future__ import annotations
@@ -90,13 +90,12 @@ class StepSignature:
     largest: tuple[StepSignature, Mapping[int, int]] | None = None
     # The memory before its steps, by the state of the gradients.
     before: Mapping[GradientState, Resident] = field(default_factory=dict)
-    # How often the memory before steps had grown, and the retained bytes, when its plan was checked last.
-    checked_at: tuple[int, int] = (0, 0)
+    # How often the memory before steps had grown, and the retained bytes, when its plan was adapted to them last.
+    adapted_at: tuple[int, int] = (0, 0)
     plan: Plan | None = None  # None before there is one
     # The program of each forward with a backward, by its place in the step.
     programs: Mapping[int, Program] = field(default_factory=dict)
     is_ahead: bool = False  # whether it is planned before its first step, at the largest sizes
-    counts_on_freed_gradients: bool = False  # whether its plan counts gradients as freed that stay allocated
     is_searching: bool = False  # whether its next step is the first in which cuDNN tries algorithms
     backwards_vary: bool = False  # whether its steps differ in the backwards that they run
     sights: Sights = field(default_factory=Sights)  # how often and how its steps ran

@@ -258,8 +258,8 @@ def test_the_least_memory_is_announced_again_as_it_grows():
         keeper, signature, plan = only_plan(warm_up(model, 4))
         resident = signature.recorded.resident
         more = replace(resident, size_bytes=resident.size_bytes + 2**20)
-        keeper.check_plan(signature, more)  # an optimizer's state has appeared, say
-        keeper.check_plan(signature, more)
+        keeper.adapt_plan(signature, more)  # an optimizer's state has appeared, say
+        keeper.adapt_plan(signature, more)
         for added in (2**21, 2**20):  # outside code takes more than at first
             keeper.peak_measured(signature, plan.planned_peak_bytes + added, more)
     found = [text.rsplit(" found, ")[1] for text in said if "Nothing fits" in text]

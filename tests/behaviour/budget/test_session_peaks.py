@@ -196,7 +196,7 @@ def test_a_margin_that_no_plan_leaves_stops_nothing():
     resident = signature.recorded.resident
     with pytest.warns(HiRemateWarning, match="no plan leaves that margin: the plan stays"):
         keeper.peak_measured(signature, 2 * plan.budget_bytes, resident)
-    keeper.check_plan(signature, replace(resident, size_bytes=resident.size_bytes - 1024))
+    keeper.adapt_plan(signature, replace(resident, size_bytes=resident.size_bytes - 1024))
     assert only_plan(model)[2].solution == plan.solution
 
 

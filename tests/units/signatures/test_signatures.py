@@ -131,8 +131,9 @@ def test_a_signature_planned_later_joins_those_it_begins_like():
     ("ran", "place"), [((1,), 0), ((2,), 1), ((1, 3), 3), ((2, 2), 2), ((1, 3, 2), None), ((4,), None), ((), -1)]
 )
 def test_a_step_that_leaves_out_graphs_keeps_its_place(ran, place):
-    signature = History().get_or_make((1, 2, 2, 3))
-    signature.step = STEP
+    history = History()
+    signature = history.get_or_make((1, 2, 2, 3))
+    history.record(signature, STEP)
     assert place_in(signature, ran) == place
 
 
