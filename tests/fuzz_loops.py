@@ -183,18 +183,18 @@ def compare_loop(recipe: LoopRecipe) -> LoopOutcome:
 @contextmanager
 def _counting_watched() -> Iterator[list[bool]]:
     """Note of each step that begins whether it is watched."""
-    begin, found = WatchPolicy.step_begins, list[bool]()
+    begin, found = WatchPolicy.choose_look, list[bool]()
 
     def counted(policy: WatchPolicy, step: BeginningStep) -> Look:
         look = begin(policy, step)
         found.append(look.is_measured or look.is_timed)
         return look
 
-    WatchPolicy.step_begins = counted  # type: ignore[method-assign]
+    WatchPolicy.choose_look = counted  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        WatchPolicy.step_begins = begin  # type: ignore[method-assign]
+        WatchPolicy.choose_look = begin  # type: ignore[method-assign]
 
 
 def share_of_watching(took: list[tuple[int, float, bool]]) -> float:

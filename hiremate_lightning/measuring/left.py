@@ -117,7 +117,7 @@ class LeftOutputs:
             if self._record.left_at_return is not None:
                 self._returning = self._returning is not False and self._record.left_at_return
 
-    def backward_starts(self) -> None:
+    def learn_frees(self) -> None:
         """Store whether the previous step's outputs are still held after this step's forward."""
         if self._retained_bytes or (self.are_known and self._outputs_bytes):
             self._stay = self._living_bytes(()) != (0, 0)

@@ -173,9 +173,9 @@ class ResidentMemory:
         self._left.step_ended(record, signature)
         self._before = None if has_captured else record, signature
 
-    def backward_starts(self, step: int) -> None:
+    def learn_frees(self, step: int) -> None:
         """Store whether the previous step's outputs, and used gradients, were freed before this backward."""
-        self._left.backward_starts()
+        self._left.learn_frees()
         if self._stepped and self._frees_gradients and step < WATCHED_STEPS:
             self._frees_gradients = not self._gradients()
         self._stepped = False

@@ -37,7 +37,7 @@ class EagerSteps:
         self._sizes_vary = False  # whether any step ran eager because its sizes had no plan
         self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # time spent on offloading so far, by calls
 
-    def step_begins(self, step: CurrentStep) -> None:
+    def choose_mode(self, step: CurrentStep) -> None:
         """Choose whether a step that begins runs eager, and log its mode; set `step.eager`."""
         for signature in self._history.planned if self._may_run_eager else ():
             if signature.calls is not None:

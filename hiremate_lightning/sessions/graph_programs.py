@@ -105,7 +105,7 @@ class GraphPrograms:
             program = self._maker.waiting.program(part) if waits else self._find_least(step, part)
         return Forward(part.number, part.captured, profile, program, mode, signature)
 
-    def step_ended(self, step: CurrentStep) -> None:
+    def learn_sizes(self, step: CurrentStep) -> None:
         """Store the sizes of all calls of a captured step, to foresee them from the first call of later steps."""
         signatures = step.taken_over.signatures
         if signatures:

@@ -96,7 +96,7 @@ class Messages:
             f"torch.compile can capture needs less.{reasons}"
         )
 
-    def step_ended(self, captured: int) -> bool:
+    def count_captured(self, captured: int) -> bool:
         """Return whether a step has captured no graph, by the count after it; warn if many consecutive steps have."""
         is_usual = captured == self._captured
         self._captured = captured
@@ -141,7 +141,7 @@ class Messages:
                 topic=ANEW,
             )
 
-    def step_begins(self, retained: int) -> None:
+    def count_retained(self, retained: int) -> None:
         """Store how many graphs are retained for another backward before a step; warn if the number keeps growing."""
         self._retaining_steps = self._retaining_steps + 1 if retained > self._retained else 0
         self._retained = retained

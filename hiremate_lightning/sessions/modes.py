@@ -69,7 +69,7 @@ def graph_mode(may_need_more: bool, has_plan: bool) -> Mode:
 class StepFacts:
     """What the rules ask of a step that begins, or of an eager step at its next call; each fact is found when asked.
 
-    A step without a likely signature is captured without asking (`EagerSteps.step_begins`).
+    A step without a likely signature is captured without asking (`EagerSteps.choose_mode`).
     """
 
     calls: Sequence[ModuleCall]  # types and shapes that each call so far is given

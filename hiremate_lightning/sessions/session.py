@@ -24,7 +24,9 @@ from ..capturing.backend import capture_opaque, planning_backend
 from ..capturing.capture import Captured
 from ..capturing.same_captures import SameCaptures
 from ..errors import CaptureError
+from ..measuring.resident import Resident
 from ..options import SessionOptions
+from ..planning.headroom import Short
 from ..planning.plan import Plan
 from ..planning.solvers import worker
 from ..proofs.proof import Proof
@@ -63,17 +65,16 @@ class Session:
         prover: Proves captured code as it first runs.
         planned: The plans, by step signature.
         listeners: Called with each plan when it is made, and again when it has been measured.
-        eager_steps: Chooses which steps run eager.
         steps: The step under way, and the one before it.
     """
 
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
         self._model = model = PlannedModel(root, options)
-        self.root, self._name, self._messages = root, model.name, model.messages
+        self.root, self._name, self.reporter = root, model.name, model.reporter
+        self.kernels, self.parts = model.kernels, model.parts
+        self.largest, self.proofs = model.largest, model.proofs
         self.warn, self.why_uncaptured = model.warn, model.messages.why_uncaptured
         self.has_warned_of_transforms = model.messages.has_warned_of_transforms
-        self.kernels, self.reporter, self.parts, self._memory = model.kernels, model.reporter, model.parts, model.memory
-        self.largest, self.proofs = model.largest, model.proofs
         self.updates = 0
         self._runs_of_update = 0  # number of forwards before the latest update
         self._varying = VaryingSizes(lambda: (tuple(weight.shape) for weight in root.parameters()))
@@ -82,8 +83,8 @@ class Session:
         self.planned = PlannedSignatures(model, maker, graph_programs)
         self.listeners = self.planned.listeners
         self._new_sizes = NewSizes(model)
-        self.eager_steps = EagerSteps(model, self.planned, self._new_sizes)
-        self.steps = Steps(model, self.planned, self.eager_steps, graph_programs)
+        eager_steps = EagerSteps(model, self.planned, self._new_sizes)
+        self.steps = Steps(model, self.planned, eager_steps, graph_programs)
         self._without_gradients = CallsWithoutGradients(model)
         self._checkpointing = ReplacedCheckpointing(root)
         self._compiled = ExitStack()  # restores on closing the code that ran by torch.compile before
@@ -146,20 +147,20 @@ class Session:
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer's state as resident."""
-        self._memory.watch(optimizer)
+        self._model.memory.watch(optimizer)
 
     def take_over(self, before: Session) -> None:
         """Take over optimizers, listeners, reports and replaced compiled code of a session that plans no more."""
-        for optimizer in before._memory.optimizers:
+        for optimizer in before._model.memory.optimizers:
             self.watch_optimizer(optimizer)
-        self.listeners.extend(before.listeners[1:])  # the first listener is `_say_replaced` of that session
+        self.listeners.extend(before.listeners[1:])  # the first listener is `_report_replaced` of that session
         self._compiled.enter_context(before._compiled.pop_all())
         shown, shows = before.reporter, self.reporter
         shows.folder, shows.more, shows.verbose = shown.folder, shown.more, shown.verbose
 
     def expect_batch(self, batch: Any) -> None:
         """Count all tensors of a batch in the next step: the planned modules may receive only some of them."""
-        self._memory.batch = tensors_among(batch)
+        self._model.memory.batch = tensors_among(batch)
 
     def replace_compiling(self, aside: Sequence[Callable[[], None]] = ()) -> None:
         """Run a model that a script gave to torch.compile without it, and report that.
@@ -190,7 +191,7 @@ class Session:
 
         If graphs wait for their backward, the measurement goes on, since more of the iteration follows.
         """
-        is_own = self._memory.stepped(optimizer)
+        is_own = self._model.memory.stepped(optimizer)
         if is_own:
             self._without_gradients.drop()
         if is_own and self.runs > self._runs_of_update:
@@ -199,6 +200,10 @@ class Session:
         goes_on = backward_pass.is_running() or bool(self.parts.waiting())
         if is_own and record is not None and record.backwards and not goes_on:
             record.close()
+
+    def was_passed_by(self) -> None:
+        """Mark that an optimizer stepped after a step that ran without its plan."""
+        self.steps.was_passed_by()
 
     def abandon_step(self) -> None:
         """Drop the step under way, after an exception."""
@@ -251,7 +256,7 @@ class Session:
         is_inside = backward_pass.is_running()
         if is_inside:
             self.steps.called_inside_backward()
-            self._messages.called_inside_backward(name)
+            self._model.messages.called_inside_backward(name)
         if not self.parts.count:
             worker.warm_up()
             self.expect_wait(modules_without_parts(self.root))
@@ -319,7 +324,7 @@ class Session:
             repeats = step is not None and ModuleCall.of(name, tensors_inside(arguments)) in step.calls
             if is_part or repeats:
                 return False
-            self._messages.called_inside_backward(name or self._name)
+            self._model.messages.called_inside_backward(name or self._name)
         elif modes := " and ".join(tensor_state.watching_modes()):
             self.warn(
                 f"A call of {self._name} ran without its plan, in the memory of plain PyTorch: {modes} is around it "
@@ -358,6 +363,17 @@ class Session:
     def end_step(self) -> None:
         """End the step under way now; what was learned is used when the next one begins."""
         self.steps.end_at_once()
+
+    def plan_ended(self, resident: Resident) -> Short | None:
+        """Plan the step that has ended now, instead of when the next one begins.
+
+        Returns:
+            What the step needs beside the memory that exists before it, if nothing fits the budget.
+        """
+        ended = self.steps.take_ended()
+        assert ended is not None, "a step has ended that is to be planned"
+        assert ended.record is not None, "such a step was measured"
+        return self.planned.learn(ended.record, resident)
 
     def run_eager(self, arguments: Arguments, call: Callable[[], Any]) -> Any:
         """Run a call eager, and note when its backward begins; if the call fails, drop the step."""

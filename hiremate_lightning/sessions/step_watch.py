@@ -26,14 +26,11 @@ class StepWatch:
         self._between, self._device_peak = Between(), DevicePeak()
 
     def begin(self, step: CurrentStep, arguments: list[torch.Tensor]) -> None:
-        """Choose the signature by whose plan a step begins, and begin to measure or time the step if that is due."""
+        """Begin to measure or time a step, if that is due."""
         device = self._memory.device
         if step.eager is not None:
             step.look = Look(is_measured=self._eager_steps.is_to_be_measured(step.eager))
         else:
-            all_likely = self._history.all_likely(step.foreseen)
-            step.expected = max(all_likely, key=lambda signature: signature.own_plan.unplanned_peak_bytes, default=None)
-            step.is_unknown = step.expected is not None and self._history.begins_unknown(step.foreseen, step.expected)
             beginning = BeginningStep(
                 self._history.likely(step.foreseen),
                 next(iter(step.foreseen), None),
@@ -42,7 +39,7 @@ class StepWatch:
                 is_free=not MemoryMeter.is_running(device),
                 is_on_host=device.type == "cpu",
             )
-            step.look = self._watching.step_begins(beginning)
+            step.look = self._watching.choose_look(beginning)
         if step.look.is_measured:
             step.record = self._begin_record(step, arguments)
         if step.look.is_timed:
@@ -53,17 +50,17 @@ class StepWatch:
 
     # ---------------------------------------------------------------- memory outside of the plan
 
-    def forward_starts(self) -> None:
+    def goes_on(self) -> None:
         """Discard what was allocated since the forward before: the step goes on with another forward."""
         self._between.take()
 
-    def forward_done(self, step: CurrentStep) -> None:
+    def watch_after(self, step: CurrentStep) -> None:
         """On a CPU, begin to count what is allocated after the last forward of a planned step."""
         is_last = step.expected is not None and step.graphs == step.expected.graphs and not step.is_watched
         if is_last and self._memory.device.type == "cpu":
             self._between.begin()
 
-    def backward_starts(self) -> None:
+    def mark_backward(self) -> None:
         """Mark the start of a captured backward in the watch on the device's peak."""
         self._device_peak.backward_starts()
 

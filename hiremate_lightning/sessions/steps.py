@@ -1,9 +1,13 @@
 """The life of a step: read `Steps.called`, `Steps._begin`, `Steps.start` and `Steps.end`; the rest is their detail.
 
-A call after a backward ends a step and begins the next one. Only then the ended step is planned, likely plans are
-adapted to the memory that exists now, and the mode and the measurement of the new step are chosen. The program of
-each captured graph is chosen as it runs (`graph_programs`), by the graphs that have run in the step so far. So several
-step signatures (the two of a GAN, another input shape) have their own plans side by side.
+A call after a backward ends a step and begins the next one. Then these act, in this order:
+
+- `planned` plans the step that has ended, and adapts likely plans to the memory that exists now;
+- `eager_steps` chooses whether the new step runs eager; if not, `History.expect` chooses the plan by which it begins;
+- `step_watch` begins to measure the step, if that is due.
+
+The program of each captured graph is chosen as it runs (`graph_programs`), by the graphs that have run in the step so
+far. So several step signatures (the two of a GAN, another input shape) have their own plans side by side.
 """
 
 from __future__ import annotations
@@ -91,10 +95,10 @@ class Steps(Conductor):
         elif self.current is not None:
             self.current.is_unseen = True
 
-    def take_record(self) -> StepRecord | None:
-        """Return the record of the step that has ended, for the caller to plan it; None if it gets no plan."""
+    def take_ended(self) -> CurrentStep | None:
+        """Return, once, the step that has ended, for the caller to plan it; None if it gets no plan."""
         ended, self.ended = self.ended, None
-        return ended.record if ended is not None and ended.is_to_be_planned else None
+        return ended if ended is not None and ended.is_to_be_planned else None
 
     # ---------------------------------------------------------------- the life of a step
 
@@ -116,11 +120,10 @@ class Steps(Conductor):
 
     def _begin(self, arguments: list[torch.Tensor], calls: list[ModuleCall]) -> None:
         """Begin a step; plan the one before it, if that is due."""
-        before, self.ended = self.ended, None
+        finished = self.take_ended()
         if self._is_passed_by:
             self._memory.step_ended(None)
             self._is_passed_by = False
-        finished = before if before is not None and before.is_to_be_planned else None
         if not self.count:
             self._planned.maker.announce()
         self.count += 1
@@ -128,13 +131,16 @@ class Steps(Conductor):
         start = size_bytes, len(self._parts.waiting())
         step = self.current = CurrentStep(start, self._history.foresee(start), calls)
         self._memory.step_begins(arguments)
-        self._messages.step_begins(len(self._parts.retained()))
+        self._messages.count_retained(len(self._parts.retained()))
         if finished is not None or self._counts_resident(step):
             if finished is not None:
                 self._memory.collect_garbage()
             step.resident = self._memory.count_before_step(arguments)
             self._planned.plan_and_adapt(finished, step.resident, step)
-        self._eager_steps.step_begins(step)
+        self._eager_steps.choose_mode(step)
+        if step.eager is None:
+            step.expected = self._history.expect(step.foreseen)
+            step.is_unknown = self._history.begins_unknown(step.foreseen, step.expected)
         self.watch.begin(step, arguments)
 
     # ---------------------------------------------------------------- the beginning, in detail
@@ -166,7 +172,7 @@ class Steps(Conductor):
         self.runs += 1
         self._model.tracing.close()
         step = self.current or CurrentStep()  # a forward between two steps belongs to neither
-        self.watch.forward_starts()
+        self.watch.goes_on()
         if self.current is not None and not step.forwards:
             self._first_forward(step, part, arguments)
         forward = self._graph_programs.decide(step, part)
@@ -205,11 +211,11 @@ class Steps(Conductor):
         if self.current is not None:
             if run is not None and self.current.record is not None:
                 self.current.record.forward_done(run, outputs)
-            self.watch.forward_done(self.current)
+            self.watch.watch_after(self.current)
 
     def backward_starts(self, run: Run | None, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
         """Record the start of a captured backward."""
-        self._backward_starts()
+        self._mark_backward()
         if self.record is not None:
             self.record.backward_starts(run, tangents, leaves, retains)
 
@@ -217,15 +223,15 @@ class Steps(Conductor):
         """Record the start of a backward of an eager step."""
         if backward_pass.will_run_again():
             self._eager_steps.graph_stays()
-        self._backward_starts()
+        self._mark_backward()
         if self.record is not None:
             self.record.eager_backward_starts()
 
-    def _backward_starts(self) -> None:
+    def _mark_backward(self) -> None:
         step = self.current
-        self.watch.backward_starts()
+        self.watch.mark_backward()
         if step is None or not step.has_backward:  # no step: the backward is of one that failed or has ended
-            self._memory.backward_starts(self.count)
+            self._memory.learn_frees(self.count)
         if step is not None:
             step.has_backward = True
 
@@ -307,7 +313,7 @@ class Steps(Conductor):
         self._eager_steps.ended(step, eager)
 
     def _end_captured(self, step: CurrentStep) -> None:
-        captured_nothing = self._messages.step_ended(self._parts.traced_count)
+        captured_nothing = self._messages.count_captured(self._parts.traced_count)
         step.has_captured = not captured_nothing
         self.ended, signature = step, self._history.get_or_make(step.graphs)
         expected, record = step.expected, step.record
@@ -322,7 +328,7 @@ class Steps(Conductor):
         self._memory.step_ended(record, signature.graphs, step.has_captured)
         if record is not None:
             record.close(at_once=False)
-        self._graph_programs.step_ended(step)
+        self._graph_programs.learn_sizes(step)
         saw = self._learn_from(step, signature, is_own)
         if step.look is not None:
             self._watching.step_ended(step.look, signature, saw)

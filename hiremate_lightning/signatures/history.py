@@ -1,8 +1,17 @@
 """The history of a model's steps: the signatures that have come, in which order, and which one is likely to come next.
 
 The signature of a step is known for sure only when the step has ended, since signatures may begin alike (the two of a
-GAN, for example). So the signature of a step that begins is foreseen: the one that followed the latest signatures the
-last time. A step that turns out to have another signature is not compared with the plan.
+GAN, for example). Until then these words say what it may be:
+
+- foreseen: all signatures that it may have, planned or not, the likeliest first; they followed the latest signatures
+  before (`History.foresee`);
+- likely: the first of these that has a plan (`History.likely`);
+- taken for: the signatures that begin with the same graph, once one of them was mistaken for another
+  (`History.taken_for`);
+- all likely: the planned signatures that the likely one may be taken for (`History.all_likely`);
+- expected: the one of these whose eager step needs most (`History.expect`); the step begins by its plan.
+
+A step that turns out to have another signature than the expected one is not compared with the plan.
 """
 
 from __future__ import annotations
@@ -156,8 +165,15 @@ class History:
             return frozenset({signature})
         return frozenset(other for other in self if other.graphs[:1] == signature.graphs[:1])
 
-    def begins_unknown(self, foreseen: Iterable[StepSignature], expected: StepSignature) -> bool:
-        """Whether a step likely has a signature without a plan that runs more than the one by whose plan it begins."""
+    def expect(self, foreseen: Iterable[StepSignature]) -> StepSignature | None:
+        """Choose the signature by whose plan a step begins; None if there is no plan."""
+        all_likely = self.all_likely(foreseen)
+        return max(all_likely, key=lambda signature: signature.own_plan.unplanned_peak_bytes, default=None)
+
+    def begins_unknown(self, foreseen: Iterable[StepSignature], expected: StepSignature | None) -> bool:
+        """Whether a step likely has a signature without a plan that runs more than the expected one."""
+        if expected is None:
+            return False
         signature = next(iter(foreseen), expected)
         is_like = signature.graphs[:1] == expected.graphs[:1] and not signature.sights.is_by_plans
         return signature.plan is None and is_like and place_in(expected, signature.graphs) is None

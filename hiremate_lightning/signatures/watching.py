@@ -86,7 +86,7 @@ class WatchPolicy:
         self._unseen: tuple[StepSignature, Reason | None] | None = None
         self._left_in_a_row = 0  # how many of them
 
-    def step_begins(self, step: BeginningStep) -> Look:
+    def choose_look(self, step: BeginningStep) -> Look:
         """Decide whether to measure or time a step; the step counts as watched then."""
         likely = step.likely
         is_new = step.size_bytes > self._largest_bytes or step.foreseen in self._missed

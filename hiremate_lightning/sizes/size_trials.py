@@ -130,9 +130,7 @@ class TrialSteps:
 
     def plan(self) -> Plan:
         """Plan the first step now, instead of when the second one begins."""
-        record = self._steps.take_record()
-        assert record is not None, "the first step has ended, and no other one has begun"
-        unless_short(self._session.planned.learn(record, self.resident))
+        unless_short(self._session.plan_ended(self.resident))
         return self.plans[-1]
 
     def peak_of(self, function: Callable[[], Any], device: torch.device) -> int:

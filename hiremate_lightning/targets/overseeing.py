@@ -34,7 +34,7 @@ def listen_to_optimizers(session: Session) -> Any:
         if session is not None:
             session.optimizer_stepped(optimizer)
             if runs_before.get(optimizer) == session.runs and _has_gradients_of(session.root, optimizer):
-                session.steps.was_passed_by()
+                session.was_passed_by()
                 if session not in warned:
                     session.warn(f"{type(session.root).__name__} {UNPLANNED}")
             runs_before[optimizer] = session.runs

@@ -13,7 +13,7 @@ def warn_at(counts: list[int]) -> list[int]:
     messages, found = Messages("Net"), []
     for step, count in enumerate(counts):
         with recorded() as said:
-            messages.step_begins(count)
+            messages.count_retained(count)
         found += [step] * ("more graphs retained" in "".join(said))
     return found
 

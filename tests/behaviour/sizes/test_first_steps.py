@@ -89,7 +89,7 @@ def peaks_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module, tuple[int,
 
     def train(model: nn.Module, lengths: tuple[int, ...]) -> list[int | None]:
         records, session = [], session_of(model)
-        monkeypatch.setattr(watching.WatchPolicy, "step_begins", lambda *_, **__: MEASURED)
+        monkeypatch.setattr(watching.WatchPolicy, "choose_look", lambda *_, **__: MEASURED)
         for length in lengths:
             step(model, length)
             records.append(session.steps.current.record)

@@ -240,7 +240,7 @@ def test_in_a_count_of_all_outputs_that_are_dropped_before_the_backward_are_stal
     left.measure(())
     assert left.sort_out(everything) == everything
     record.size_bytes = 0
-    left.backward_starts()
+    left.learn_frees()
     record.size_bytes = 200
     left.measure(())
     assert left.sort_out(everything) == Resident(800, 250)
@@ -254,7 +254,7 @@ def test_outputs_that_are_dropped_as_the_forward_returns_are_told_from_what_is_s
     left.measure(())
     assert left.add_to(before).size_bytes == 1200  # not yet seen
     record.size_bytes = 0
-    left.backward_starts()
+    left.learn_frees()
     record.size_bytes = 200
     left.measure(())
     assert left.add_to(before) == Resident(1000, stale_bytes, left_bytes=200)

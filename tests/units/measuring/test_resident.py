@@ -48,7 +48,7 @@ def test_gradients_that_were_to_be_freed_and_stayed_are_counted_once_that_was_se
     before = memory.count_before_step([])
     assert (before.stale_bytes, before.kept) == (288, frozenset())
     assert memory.as_seen(before) == before
-    memory.backward_starts(1)  # they are still there
+    memory.learn_frees(1)  # they are still there
     if is_counted_between:
         memory.count(())
     seen = memory.as_seen(before)
