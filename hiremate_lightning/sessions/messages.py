@@ -198,6 +198,8 @@ class PlanReports:
         self._reporter, self._messages = reporter, messages
         self.listeners: list[Callable[[Plan], None]] = []  # called with each plan when it is made, and when measured
         self._said_bytes = 0  # the largest peak in a warning that nothing fits
+        # By signature, the plan whose budget was reported last, and the plan whose measurement was, as they were then.
+        self._planned, self._measured = dict[StepSignature, Plan](), dict[StepSignature, Plan]()
 
     def notify(self, plan: Plan) -> None:
         """Call the listeners with a plan."""
@@ -240,14 +242,14 @@ class PlanReports:
 
     def measured(self, signature: StepSignature, plan: Plan) -> None:
         """Show the measurement of a plan, once, and again if its peak has come to exceed the budget."""
-        shown, signature.shown = signature.shown, plan
+        shown, self._measured[signature] = self._measured.get(signature), plan
         if shown is None or shown.solution is not plan.solution or (_is_over(plan) and not _is_over(shown)):
             self._reporter.measured(plan)
 
     def _report_why(self, signature: StepSignature, plan: Plan, is_new: bool) -> None:
-        before = signature.reported
+        before = self._planned.get(signature)
         if before is None or str(before.budget) != str(plan.budget):
-            signature.reported = plan
+            self._planned[signature] = plan
             return
         why, came = _why(before, plan), _more("came", dict(before.resident_parts), dict(plan.resident_parts))
         if why:
@@ -256,7 +258,7 @@ class PlanReports:
         elif is_new and came:
             self._reporter.report(f"{plan_title(plan)} is made again, since {came}")
         if why or is_new:
-            signature.reported = plan
+            self._planned[signature] = plan
 
 
 def _is_over(plan: Plan) -> bool:

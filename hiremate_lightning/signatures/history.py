@@ -67,7 +67,7 @@ class Order:
 
 
 class History:
-    """The step signatures that a session has seen. It makes them, and is the only one that keeps them.
+    """The step signatures that a session has seen. It makes them, and sets their steps and plans.
 
     Attributes:
         latest: The planned signature that ran last, None before there is one.

@@ -1,9 +1,8 @@
 """One step signature: the single record of all facts that a session keeps of it.
 
-Steps have the same signature if they run the same captured graphs forward in the same order. `History` owns the
-signatures, returns them by these graphs, and sets their steps and plans; nothing else in a session keeps a table of
-signatures. The recorded step and the plan are frozen records that are replaced as a whole. So a change that fails
-halfway is undone by storing the record before it.
+Steps have the same signature if they run the same captured graphs forward in the same order. `History` makes the
+signatures, returns them by these graphs, and sets their steps and plans. The recorded step and the plan are frozen
+records that are replaced as a whole. So a change that fails halfway is undone by storing the record before it.
 """
 
 from __future__ import annotations
@@ -104,8 +103,6 @@ class StepSignature:
     # one showed its peak. For a plan that recomputes nothing: False once an eager step exceeded the budget, else None.
     is_given_back: bool | None = None
     eager_tries: int = 0  # number of eager steps that were measured
-    reported: Plan | None = None  # the plan that was reported last, as it was then
-    shown: Plan | None = None  # the plan whose measurement was shown last, as it was then
     # Decisions for all sizes of its code; only the first signature of a code (`of_code`) uses its ladder.
     ladder: Ladder = field(default_factory=Ladder)
     # The sizes of the calls of steps of its code, likewise.
