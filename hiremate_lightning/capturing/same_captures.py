@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from ..torch_private import autocasting, hacks, tensor_state
-from ..torch_private.facts import NotShownError, described_nodes, expect, facts_of, guard_counts
+from ..torch_private.facts import NotShownError, content_of_nodes, expect, facts_of, guard_counts
 from ..torch_private.size_symbols import NUMBERS, expressions_in, values_in
 
 Runner = Callable[..., Any]
@@ -65,16 +65,16 @@ def _key(module: fx.GraphModule, inputs: Sequence[Any]) -> Hashable:
     settings = (*modes, *autocasting.settings(), *tensor_state.kernel_settings(), torch.get_default_dtype())
     numbers = {node: number for number, node in enumerate(module.graph.nodes)}
     try:
-        return settings, _described_inputs(module, inputs), described_nodes(numbers, numbers)
+        return settings, _content_of_inputs(module, inputs), content_of_nodes(numbers, numbers)
     except NotShownError:
         return None
 
 
-def _described_inputs(module: fx.GraphModule, inputs: Sequence[Any]) -> Hashable:
-    """Describe inputs and the memory they share; symbols of sizes by order of appearance, with their ranges."""
+def _content_of_inputs(module: fx.GraphModule, inputs: Sequence[Any]) -> Hashable:
+    """Return the content of inputs and the memory they share; symbols by order of appearance, with their ranges."""
     places = dict[Any, Any]()
 
-    def described_size(number: Any) -> Hashable:
+    def content_of_size(number: Any) -> Hashable:
         if not isinstance(number, torch.SymInt):
             return int(number)
         expression, ranges = number.node.expr, number.node.shape_env.var_to_range
@@ -88,9 +88,9 @@ def _described_inputs(module: fx.GraphModule, inputs: Sequence[Any]) -> Hashable
     storages = dict[int, int]()
     shared = tuple(storages.setdefault(tensor_state.storage_id(t), len(storages)) for t in tensors)
     facts = tuple(
-        described_size(value)
+        content_of_size(value)
         if isinstance(value, torch.SymInt)
-        else (isinstance(value, torch.nn.Parameter), *facts_of(value, described_size))
+        else (isinstance(value, torch.nn.Parameter), *facts_of(value, content_of_size))
         for value in inputs
     )
     # Symbols without an input can't be compared, as a trace may depend on them; at definite sizes they have numbers.

@@ -26,8 +26,8 @@ from torch import fx, nn
 from ..capturing.backend import capture_opaque, planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError, ConfigurationError, did_you_mean, place_of
-from ..measuring.describing import describe
 from ..measuring.profiling import CostCache, measure
+from ..measuring.recorded_calls import calls_of
 from ..measuring.recording import StepRecord
 from ..measuring.runs import Run
 from ..memory.allocator import storage_bytes
@@ -131,14 +131,14 @@ class OfflineStep(Conductor):
         return self._merge([measure(captured, cache, progress=progress) for captured in self.captured])
 
     def _merge(self, profiles: Sequence[Profile]) -> Step:
-        step = merge(*self.describe(profiles), self.stale_bytes)
+        step = merge(*self.calls_with(profiles), self.stale_bytes)
         return replace(step, graph=on_gpu(step.graph, self.options.device)) if self.options.is_stand_in else step
 
-    def describe(self, profiles: Sequence[Profile]) -> tuple[list[Call], list[int]]:
+    def calls_with(self, profiles: Sequence[Profile]) -> tuple[list[Call], list[int]]:
         """Return the calls of the step, with modules by their paths in the model, and the order of the backwards."""
         for part, profile in zip(self.parts, profiles, strict=True):
             part.profile = profile
-        calls, order = describe(self.record)
+        calls, order = calls_of(self.record)
         for index, run in enumerate(self.record.planned):
             # FSDP2 reduces whole gradients before it adds their shards: the whole gradients stay in the graph.
             if self.zero_grad == "accumulate" and self.options.layout.shards == 1:

@@ -82,14 +82,14 @@ class CostCache:
 
     def costs_on(self, device: torch.device) -> dict[str, Cost]:
         """Return the stored costs of a device; costs that the caller adds are stored."""
-        name = describe_device(device)
+        name = device_name(device)
         if name not in self._costs:
             self._costs[name] = self._file(name).read(lambda data: self._decode(data, name)) or {}
         return self._costs[name]
 
     def link_of(self, device: torch.device) -> Link:
         """Return the link between a GPU and the host; measure it the first time."""
-        name = describe_device(device)
+        name = device_name(device)
         self.costs_on(device)  # reads the file
         if name not in self._links:
             self._links[name] = measure_link(device)
@@ -98,7 +98,7 @@ class CostCache:
 
     def write(self, device: torch.device) -> None:
         """Write the costs of a device to disk."""
-        name = describe_device(device)
+        name = device_name(device)
         rows, link = dict(sorted(self._costs[name].items())), self._links.get(name)
         data = {"format": CACHE_FORMAT, "device": name, "costs": rows, "link": None if link is None else asdict(link)}
         self._file(name).write(data)
@@ -120,7 +120,7 @@ class CostCache:
         return {key: Cost(float(time_ms), int(size)) for key, (time_ms, size) in data["costs"].items()}
 
 
-def describe_device(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """Name what costs depend on besides the operation: device, threads, torch version."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {_cuda_settings()}"
@@ -173,7 +173,7 @@ def measure(
         cache.write(captured.device)
     by_node = [costs.get(n.key) or unmeasured.get(n.key, Cost(0.0, 0)) for n in graph.nodes]
     return Profile(
-        tuple(c.time_ms for c in by_node), tuple(c.workspace_bytes for c in by_node), describe_device(captured.device)
+        tuple(c.time_ms for c in by_node), tuple(c.workspace_bytes for c in by_node), device_name(captured.device)
     )
 
 

@@ -2,7 +2,7 @@
 
 A `StepRecord` lives for one step. It marks the start and the end of each forward and backward in the memory
 measurement, finds the inputs that are an earlier run's outputs, and finds the outputs that live at each mark.
-`describing` turns the record into the calls that `step.merge` puts together.
+`recorded_calls` turns the record into the calls that `step.merge` puts together.
 """
 
 from __future__ import annotations

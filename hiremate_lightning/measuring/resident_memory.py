@@ -266,7 +266,7 @@ class ResidentMemory:
             "batch": [*self.batch, *arguments],
         }
 
-    def describe_model(self) -> str:
+    def model_key(self) -> str:
         """Return a hash of the names, shapes and types of the model's parameters."""
         parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.root.named_parameters()]
         return hashlib.sha256(repr(parameters).encode()).hexdigest()[:32]

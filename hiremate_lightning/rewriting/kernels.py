@@ -257,7 +257,7 @@ class FusedKernels:
 
     def get(self, module: fx.GraphModule, results: Sequence[torch.Tensor]) -> Kernel:
         """Return the kernel of a group, whose module returns a list of tensors with the layouts of `results`."""
-        key = _describe(module.graph)
+        key = _key_of(module.graph)
         if key not in self._known:
             self._known[key] = Kernel(module, key, results, self._warn)
         return self._known[key]
@@ -274,8 +274,8 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _describe(graph: fx.Graph) -> str:
-    """Describe the computation of a graph: equal for graphs that differ only in the names of their nodes."""
+def _key_of(graph: fx.Graph) -> str:
+    """Return the computation of a graph as text: equal for graphs that differ only in the names of their nodes."""
     number = {node: i for i, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:

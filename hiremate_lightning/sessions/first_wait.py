@@ -26,8 +26,8 @@ class FirstWait:
     seconds of an earlier run of the same model, which are returned instead.
     """
 
-    def __init__(self, folder: Path | None, describe: Callable[[], str]) -> None:
-        self._folder, self._describe = folder, describe
+    def __init__(self, folder: Path | None, model_key: Callable[[], str]) -> None:
+        self._folder, self._model_key = folder, model_key
         self._is_noted = False
 
     def expected_s(self, modules: int, operations: int = 0) -> float:
@@ -47,7 +47,7 @@ class FirstWait:
             self._file().write({"seconds": planning.capture_s + planning.prove_s})
 
     def _file(self) -> JsonFile:
-        path = None if self._folder is None else self._folder / f"wait-{self._describe()}.json"
+        path = None if self._folder is None else self._folder / f"wait-{self._model_key()}.json"
         return JsonFile(
             path,
             "Ignored the seconds of planning in %s: %s",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..measuring.describing import describe
+from ..measuring.recorded_calls import calls_of
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..memory.allocator import free_bytes
@@ -133,29 +133,29 @@ class PlanMaker:
 
     def announce(self) -> None:
         """Publish the key of this process's model to the other processes."""
-        announce(runtime.process_group_store(), self._model_description)
+        announce(runtime.process_group_store(), self._model_key)
 
     @cached_property
-    def _model_description(self) -> str:
+    def _model_key(self) -> str:
         """A key of the model, made before its first step: after it FSDP2 may hold whole parameters of another type."""
-        return self._model.memory.describe_model()
+        return self._model.memory.model_key()
 
-    def describe_larger(self, signature: StepSignature, record: StepRecord, resident: Resident) -> RecordedStep | None:
-        """Describe a later step of a planned signature, if it takes more than the planned one.
+    def larger_step(self, signature: StepSignature, record: StepRecord, resident: Resident) -> RecordedStep | None:
+        """Return a later step of a planned signature, if it takes more than the planned one.
 
         Returns:
             The later step; None if it has neither more gradients nor more bytes outside of its calls.
         """
-        later, step = self.waiting.at(signature, self.describe(record, resident)), signature.recorded
+        later, step = self.waiting.at(signature, self.recorded_step(record, resident)), signature.recorded
         if later.places != step.places:
             return None
         pairs = zip(later.calls, step.calls, strict=True)
         has_more = later.outside_bytes > step.outside_bytes + GUARD_BYTES
         return later if has_more or any(now.missing < before.missing for now, before in pairs) else None
 
-    def describe(self, record: StepRecord, resident: Resident) -> RecordedStep:
+    def recorded_step(self, record: StepRecord, resident: Resident) -> RecordedStep:
         """Return the recorded step of a measurement; `resident` is the memory that exists before such a step."""
-        calls, order = describe(record)
+        calls, order = calls_of(record)
         return RecordedStep(
             calls=tuple(
                 RecordedCall(call, run.part, run.part.captured, run.index, run.missing, run.added)
@@ -176,7 +176,7 @@ class PlanMaker:
 
     def _new_solve(self) -> Strategy:
         name = self._model.options.solver
-        return shared(remembering(worker.apart(name), name), runtime.process_group_store(), self._model_description)
+        return shared(remembering(worker.apart(name), name), runtime.process_group_store(), self._model_key)
 
     def make(self, signature: StepSignature) -> Fits | Short | None:
         """Plan a recorded step signature within its limits, and build its programs.

@@ -244,7 +244,7 @@ class PlannedSignatures:
         if before is not None:
             residents = sorted((before, resident), key=lambda seen: seen.size_bytes)
             resident = before if before.waiting or resident.waiting else resident
-        self.history.record(signature, self.maker.waiting.at(signature, self.maker.describe(record, resident)))
+        self.history.record(signature, self.maker.waiting.at(signature, self.maker.recorded_step(record, resident)))
         for seen in residents:
             self._note_before(signature, seen)
         ahead = self._foresee_largest(signature, resident)
@@ -438,7 +438,7 @@ class PlannedSignatures:
         if plan.planned_peak_bytes > plan.budget_bytes:
             self._reports.warn_least(signature, peak_bytes)
         elif peak_bytes > plan.budget_bytes:
-            larger = None if record is None else self.maker.describe_larger(signature, record, resident)
+            larger = None if record is None else self.maker.larger_step(signature, record, resident)
             self._correct(signature, peak_bytes, larger)
 
     def _correct(self, signature: StepSignature, peak_bytes: int, larger: RecordedStep | None) -> None:

@@ -39,7 +39,7 @@ class PlannedModel:
         self.memory = ResidentMemory(root, self.parts.waiting, self.parts.retained)  # memory that exists before steps
         self.history, self.watching, self.proofs = History(), WatchPolicy(), Proofs()
         self.largest = LargestSizes(options.sizes, self.parts, self.warn)
-        self.first_wait = FirstWait(options.cache_dir, self.memory.describe_model)
+        self.first_wait = FirstWait(options.cache_dir, self.memory.model_key)
 
     def report(self, text: str) -> None:
         """Log and show a line about how steps run from now on."""

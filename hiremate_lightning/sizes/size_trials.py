@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..calls.given import KeptState
 from ..errors import ConfigurationError
-from ..measuring.describing import describe
+from ..measuring.recorded_calls import calls_of
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import ResidentMemory
 from ..memory.allocator import free_bytes
@@ -126,7 +126,7 @@ class TrialSteps:
             )
         if not record.is_measured:
             raise ConfigurationError("Another profiler is running, so memory can't be measured: stop it first.")
-        self.step = merge(*describe(record), self.resident.stale_bytes)
+        self.step = merge(*calls_of(record), self.resident.stale_bytes)
 
     def plan(self) -> Plan:
         """Plan the first step now, instead of when the second one begins."""

@@ -1,4 +1,4 @@
-"""Describe constants, tensors and fx graphs as values that can be compared; raise for what can't be described."""
+"""The content of constants, tensors and fx graphs as values that can be compared; an error for what has none."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, (*VALUES, type(...), *CODE))
 
 
-def described(value: Any, numbers: Mapping[fx.Node, int]) -> Hashable:
-    """Describe an argument of a node, with numbers for nodes: `-0.0` differs from `0.0`, and True and 1.0 from 1."""
+def content_of(value: Any, numbers: Mapping[fx.Node, int]) -> Hashable:
+    """Return the content of an argument of a node: `-0.0` differs from `0.0`, and True and 1.0 from 1."""
     if isinstance(value, fx.Node):
         return fx.Node, numbers[value]
     if isinstance(value, (tuple, list)):
         kind = tuple if isinstance(value, torch.Size) else type(value)
-        return kind, tuple(described(v, numbers) for v in value)
+        return kind, tuple(content_of(v, numbers) for v in value)
     if isinstance(value, dict):
-        return type(value), tuple((described(k, numbers), described(v, numbers)) for k, v in value.items())
+        return type(value), tuple((content_of(k, numbers), content_of(v, numbers)) for k, v in value.items())
     if isinstance(value, slice):
-        return slice, tuple(described(v, numbers) for v in (value.start, value.stop, value.step))
+        return slice, tuple(content_of(v, numbers) for v in (value.start, value.stop, value.step))
     expect(is_plain(value), "an argument that is no plain value")
     return type(value), repr(value) if isinstance(value, (float, complex)) else value
 
 
-def described_nodes(nodes: Iterable[fx.Node], numbers: Mapping[fx.Node, int]) -> Hashable:
-    """Describe nodes of a graph; raise `NotShownError` if the graph holds tensors or modules."""
+def content_of_nodes(nodes: Iterable[fx.Node], numbers: Mapping[fx.Node, int]) -> Hashable:
+    """Return the content of nodes of a graph; raise `NotShownError` if the graph holds tensors or modules."""
     rows = []
     for node in nodes:
         expect(node.op not in ("get_attr", "call_module"), "tensors and code that a graph holds")
         target = None if node.op in ("placeholder", "output") else node.target
-        rows.append((node.op, target, described(node.args, numbers), described(node.kwargs, numbers)))
+        rows.append((node.op, target, content_of(node.args, numbers), content_of(node.kwargs, numbers)))
     return tuple(rows)
 
 

@@ -197,7 +197,7 @@ def test_an_error_of_the_factory_is_its_own():
 
 def test_calls_on_both_sides_of_a_graph_break_are_linked():
     step = capture(broken)
-    calls, order = step.describe([estimate(captured.graph) for captured in step.captured])
+    calls, order = step.calls_with([estimate(captured.graph) for captured in step.captured])
 
     assert len(step.captured) == 2
     assert calls[1].links

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.measuring import operators, profiling
-from hiremate_lightning.measuring.profiling import CostCache, TimedRun, describe_device, measure
+from hiremate_lightning.measuring.profiling import CostCache, TimedRun, device_name, measure
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.records.costs import Profile, estimate
 from hiremate_lightning.records.schedule import lower
@@ -118,8 +118,8 @@ def test_every_node_has_its_costs_or_the_same_estimate(captured):
     assert all(time_ms > 0 for time_ms in profile.time_ms)
     assert all(size >= 0 for size in profile.workspace_bytes)
     threads = torch.get_num_threads()
-    assert profile.device == describe_device(CPU)
-    assert describe_device(CPU) == f"cpu, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}"
+    assert profile.device == device_name(CPU)
+    assert device_name(CPU) == f"cpu, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}"
     assert estimate(captured.graph) == estimate(captured.graph)
     assert estimate(captured.graph).device == "estimate"
 
@@ -218,7 +218,7 @@ def _without(text, field):
         (lambda text: "", ""),
         (lambda text: "[]", ""),
         (lambda text: text.replace('"format": 2', '"format": 99'), "it was written for another version or device"),
-        (lambda text: text.replace(describe_device(CPU), "another"), "it was written for another version or device"),
+        (lambda text: text.replace(device_name(CPU), "another"), "it was written for another version or device"),
         (lambda text: _without(text, "costs"), ""),
         (lambda text: json.dumps({**json.loads(text), "costs": {"aten.mm": ["fast", 0]}}), ""),
     ],
@@ -236,7 +236,7 @@ def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(damage, words, cap
     assert path.name in caplog.text
     assert words in caplog.text
     assert count
-    assert json.loads(path.read_text())["device"] == describe_device(CPU)
+    assert json.loads(path.read_text())["device"] == device_name(CPU)
 
 
 def test_a_folder_that_cannot_be_written_is_announced_and_nothing_else(captured, tmp_path, caplog):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.measuring.describing import describe
 from hiremate_lightning.measuring.left import LeftOutputs
+from hiremate_lightning.measuring.recorded_calls import calls_of
 from hiremate_lightning.measuring.recording import StepRecord
 from hiremate_lightning.measuring.resident import Resident
 from hiremate_lightning.records.step import Call
@@ -38,7 +38,7 @@ def record_of(step, make=Net) -> tuple[StepRecord, list[Call], list[int]]:
     session = targets_of(model).session
     session.end_step()
     record = session.steps.ended.record
-    return record, *describe(record)
+    return record, *calls_of(record)
 
 
 def chained(model):

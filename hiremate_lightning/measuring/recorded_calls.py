@@ -15,14 +15,14 @@ from .recording import StepRecord
 from .runs import CALLED, LEFT, OTHER, START, Event, Mark, Run
 
 
-def describe(record: StepRecord) -> tuple[list[Call], list[int]]:
+def calls_of(record: StepRecord) -> tuple[list[Call], list[int]]:
     """Return the calls of a recorded step whose parts have costs, and the order of their backwards."""
-    described = _Described(record)
-    calls = [described.call(run) for run in described.planned]
-    return calls, [described.place[run.index] for run in described.backwards]
+    recorded = _RecordedCalls(record)
+    calls = [recorded.call(run) for run in recorded.planned]
+    return calls, [recorded.place[run.index] for run in recorded.backwards]
 
 
-class _Described:
+class _RecordedCalls:
     """The runs of a record that have a backward, and the memory spans around them."""
 
     def __init__(self, record: StepRecord) -> None:
