@@ -54,11 +54,11 @@ STAGES = (  # each with the functions that it is spent in: module, owner if any,
     ("Dynamo", "hiremate_lightning.torch_private.dynamo", "_capture_with"),
     ("AOTAutograd", "hiremate_lightning.capturing.backend", "_Compilation.compile"),
     ("passes and records", "hiremate_lightning.capturing.backend", "_Compilation._partition"),
-    ("measuring operations", "hiremate_lightning.sessions.parts", "Parts.prepare"),
+    ("measuring operations", "hiremate_lightning.sessions.parts", "Parts.costs_of"),
     ("least memory", "hiremate_lightning.sessions.graph_programs", "first_solution"),
     ("programs", "hiremate_lightning.running.program_at_sizes", "build"),
     ("proof", "hiremate_lightning.proofs.proving", "Prover.prove"),
-    ("planning", "hiremate_lightning.sessions.planned", "PlannedSignatures.meet"),
+    ("planning", "hiremate_lightning.sessions.planned", "PlannedSignatures.plan_and_adapt"),
 )
 RUNNING = "running, and all else"
 

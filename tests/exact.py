@@ -163,7 +163,7 @@ def captured_by(module: nn.Module, *inputs: Any, **options: Any) -> Captured:
     hiremate(module, "100%", verbose=False, **options)(*inputs)
     targets = targets_of(module)
     assert targets is not None
-    return targets.session.parts.all[0].captured
+    return targets.session.model.parts.all[0].captured
 
 
 def added_peaks(module: nn.Module, batch: Tensor) -> tuple[int, int]:

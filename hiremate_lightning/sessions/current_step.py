@@ -50,6 +50,14 @@ class Followed:
     step: RecordedStep  # the step for which they were found to fit; the step under way is no larger
     decisions: tuple[Decisions, ...]  # the nodes that each call recomputes
 
+    def suits(self, captured: Captured, call: int) -> bool:
+        """Whether they were made for a call of these sizes, or, if it is not the last call, for a larger one."""
+        expected = self.step.calls[call].captured
+        if captured.made_from is not None and captured.made_from is expected.made_from:
+            return captured.sizes == expected.sizes
+        is_last = call + 1 == len(self.step.calls)  # at the last call all sizes are known
+        return not is_last and captured.graph.is_no_larger(expected.graph)
+
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:

@@ -21,15 +21,14 @@ from ..signatures.step_signature import StepSignature
 from .current_step import CurrentStep
 from .modes import Eager, GivenBack, StepFacts, step_mode
 from .new_sizes import NewSizes
-from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 
 
 class EagerSteps:
     """Collects the facts by which `step_mode` chooses the mode of a step, and corrects predictions by eager steps."""
 
-    def __init__(self, model: PlannedModel, planned: PlannedSignatures, new_sizes: NewSizes) -> None:
-        self._model, self._planned, self._new_sizes = model, planned, new_sizes
+    def __init__(self, model: PlannedModel, new_sizes: NewSizes) -> None:
+        self._model, self._new_sizes = model, new_sizes
         self._history = model.history
         self._may_run_eager = not model.parts.fuses  # eager kernels differ from fused kernels in the last bits
         self._report_once = Once(model.report)
@@ -69,7 +68,7 @@ class EagerSteps:
         """Correct predictions by the measured peak of a step that ran eager, and compare the peak with the budget."""
         if step.record is None:
             return
-        peak_bytes, plan = step.record.peak_bytes, self._planned.latest
+        peak_bytes, plan = step.record.peak_bytes, self._history.latest_plan
         added_bytes = None if peak_bytes is None else peak_bytes - step.record.resident.existing_bytes
         self._predictions.measured(step.calls, eager.likely, eager.prediction, added_bytes)
         if not self._model.options.budget.is_whole:  # a budget of 100% is what eager training takes
@@ -102,7 +101,7 @@ class EagerSteps:
 
     def _is_worth_capturing(self, calls: list[ModuleCall], likely: StepSignature) -> bool:
         """Whether offloading, in steps called like this one or in all steps, has taken more time than plans would."""
-        plan = self._planned.latest
+        plan = self._history.latest_plan
         planning_ms = 0.0 if plan is None else 1000 * plan.planning.all_s
         if self._extra_ms.get(tuple(calls), 0.0) > thresholds.current.worth_a_plan * planning_ms:
             return True

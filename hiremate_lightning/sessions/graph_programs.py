@@ -210,10 +210,10 @@ class GraphPrograms:
         if place not in first.places or not all(one.recorded.goes_on_as(first, place) for one in signatures):
             return taken_over, None  # signatures differ in what comes next
         call = first.places.index(place)
-        is_last, followed = call + 1 == len(first.calls), taken_over.followed
-        if followed is None or not _was_foreseen(followed, part.captured, call, is_last):
+        followed = taken_over.followed
+        if followed is None or not followed.suits(part.captured, call):
             taken_over = self._follow(step, taken_over, part, call)
-        elif is_last:
+        elif call + 1 == len(first.calls):
             taken_over = replace(taken_over, at_sizes=followed.step)
         followed = taken_over.followed
         return taken_over, None if followed is None else followed.decisions[call]
@@ -249,11 +249,8 @@ class GraphPrograms:
         if len(calls) == len(alike[0].calls):
             taken_over = replace(taken_over, at_sizes=foreseen)
         whole = foreseen.merge().sharing([recorded.code for recorded in foreseen.calls], self._replays)
-        traced_bytes = TRACING_BYTES if len(foreseen.calls) > 1 else 0  # a later graph is traced during the step
-        room = self._maker.room(whole, resident)
-        room = replace(room, resident_bytes=room.resident_bytes + traced_bytes)
         is_made = captured.made_from is not None
-        room = replace(room, margin_bytes=self._margin_bytes(signatures, room.step_bytes, is_made))
+        room = self._room_for(whole, resident, signatures, is_made)
         before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
 
         def fastest() -> Decisions | None:
@@ -269,14 +266,21 @@ class GraphPrograms:
         followed = None if decisions is None else Followed(foreseen, whole.split(decisions))
         return replace(taken_over, followed=followed)
 
-    def _margin_bytes(self, signatures: Sequence[StepSignature], room_bytes: int, is_made: bool) -> int:
-        """Return the bytes to leave free, since steps of these signatures took more than was predicted."""
+    def _room_for(self, step: Step, resident: Resident, signatures: Sequence[StepSignature], is_made: bool) -> Room:
+        """Return the bytes that a step with the code of some signatures may take.
+
+        They leave a margin free, if steps of the signatures took more than was predicted.
+        """
+        room = self._maker.room(step, resident)
+        if len(signatures[0].recorded.calls) > 1:  # a later graph is traced during the step
+            room = replace(room, resident_bytes=room.resident_bytes + TRACING_BYTES)
         margin_bytes = max(self._history.margin_bytes, *(signature.recorded.margin_bytes for signature in signatures))
         excess = 0.0  # ratio of the excess of a measured peak over the predicted one to the latter
         for plan in (signature.own_plan for signature in signatures if is_made):
             excess_bytes = (plan.measured.peak_bytes or 0) - plan.planned_peak_bytes
             excess = max(excess, excess_bytes / max(1, plan.planned.peak_bytes))
-        return max(margin_bytes, int(room_bytes * excess / (1 + excess)))
+        excess_bytes = int(room.step_bytes * excess / (1 + excess))
+        return replace(room, margin_bytes=max(margin_bytes, excess_bytes))
 
     # ---------------------------------------------------------------- decisions for all sizes of code
 
@@ -302,14 +306,6 @@ class GraphPrograms:
         ladder.least = least.recompute
         if step.peak_bytes(ladder.least) > limit_bytes:
             ladder.least_share = share
-
-
-def _was_foreseen(followed: Followed, captured: Captured, call: int, is_last: bool) -> bool:
-    """Whether the decisions were made for a call of these sizes, or for a larger one if it is not the last."""
-    expected = followed.step.calls[call].captured
-    if captured.made_from is not None and captured.made_from is expected.made_from:
-        return captured.sizes == expected.sizes
-    return not is_last and captured.graph.is_no_larger(expected.graph)  # at the last call all sizes are known
 
 
 def _going_on(whole: Step, before: Sequence[Decisions], decisions: Decisions) -> Decisions:

@@ -97,10 +97,10 @@ class Messages:
         )
 
     def count_captured(self, captured: int) -> bool:
-        """Return whether a step has captured no graph, by the count after it; warn if many consecutive steps have."""
-        is_usual = captured == self._captured
+        """Return whether a step has captured a graph, by the count after it; warn if many consecutive steps have."""
+        has_captured = captured != self._captured
         self._captured = captured
-        self._capturing_steps = 0 if is_usual else self._capturing_steps + 1
+        self._capturing_steps = self._capturing_steps + 1 if has_captured else 0
         if self._capturing_steps == CAPTURES - 1:
             self._failed_guards = dynamo.failed_guards()
         if self._capturing_steps == CAPTURES:
@@ -114,7 +114,7 @@ class Messages:
                 cause,
                 topic=ANEW,
             )
-        return is_usual
+        return has_captured
 
     def step_took(self, step_s: float, planned_s: float) -> None:
         """Store the time of a step, and of all planning so far; warn, once, if planning goes on to take much time.

@@ -56,7 +56,9 @@ class PlanMaker:
         self._history, self._reporter = model.history, model.reporter
         self.waiting = WaitingGraphs(model.options, model.parts)
         self.state_bytes = 0
-        self._auto_bytes: int | None = None  # bytes that the budget "auto" stands for, found once
+        # Bytes that the budget "auto" stands for. They are found once, before the first plan: free memory changes
+        # all the time, and each change would be another budget.
+        self._auto_bytes: int | None = None
 
     def new_limits(self) -> Limits:
         """Return the limits of a step signature before any of its steps had a budget."""

@@ -25,7 +25,6 @@ from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..out_of_memory import explain
 from ..planning.headroom import GUARD_BYTES, Short, first_short
-from ..planning.plan import Plan
 from ..rewriting.nodes import may_choose_anew
 from ..running.execution import Part
 from ..signatures.history import CERTAIN, starts_so
@@ -64,12 +63,6 @@ class PlannedSignatures:
         self._reports = PlanReports(model.reporter, model.messages)
         self.listeners = self._reports.listeners
         self.shortage = Shortage()
-        self._dropped: Plan | None = None  # the plan that was dropped last
-
-    @property
-    def latest(self) -> Plan | None:
-        """The plan of the latest step signature, None before there is one."""
-        return self._dropped if self.history.latest is None else self.history.latest.own_plan
 
     def set_budget(self, budget: Budget) -> None:
         """Change the budget and plan all recorded steps again; nothing is captured again.
@@ -204,7 +197,7 @@ class PlannedSignatures:
             return
         dropped_less = step is not None and step.is_provisional and not record.has_dropped_by_plan
         if step is not None and (dropped_less or set(step.places) < set(backwards)):
-            self._drop(signature)
+            self.history.drop(signature)
 
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Count two sets of gradients in plans from now on, since gradients of a part were not added in place."""
@@ -257,7 +250,7 @@ class PlannedSignatures:
         is_first = short is not None and is_share and signature.sights.count == 1
         if is_first and len(signature.recorded.calls) < len(signature.graphs):  # layers were dropped
             log.info("%s waits for larger steps: %s", self._name, short)
-            self._drop(signature)
+            self.history.drop(signature)
             return None
         if is_share:  # all step signatures have the same budget, which may have grown
             other_signatures = [other for other in self.history.planned if other not in (*ahead, signature)]
@@ -334,7 +327,7 @@ class PlannedSignatures:
         for signature in made:
             if signature not in plans:
                 signature.sights.has_no_programs = True
-                self._drop(signature)
+                self.history.drop(signature)
         for signature, fits in plans.items():
             step, plan = signature.recorded, fits.plan
             limits = step.limits.with_plan(plan.planned_peak_bytes + step.margin_bytes)
@@ -350,11 +343,6 @@ class PlannedSignatures:
             self._reports.planned(signature, fits.plan, f"ahead: {self._model.largest}" if signature.is_ahead else "")
         for fits in plans.values():
             self._reports.notify(fits.plan)
-
-    def _drop(self, signature: StepSignature) -> None:
-        """Drop the recorded step and the plan of a signature; `latest` still returns the latest plan."""
-        self._dropped = self.latest
-        self.history.drop(signature)
 
     def update(self, signature: StepSignature, **measured: Any) -> None:
         """Store measured values in the plan of a step signature, and report them."""

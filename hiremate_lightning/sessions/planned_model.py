@@ -24,7 +24,7 @@ log = logging.getLogger("hiremate_lightning")
 
 
 class PlannedModel:
-    """The planned model of one session, with what the objects of the session share. It decides nothing."""
+    """The planned model of one session, with what the objects of the session share."""
 
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
         self.root, self.name = root, type(root).__name__

@@ -55,24 +55,18 @@ class Session:
     """Plans the steps of one model.
 
     Attributes:
+        model: What the objects of the session share.
         root: The module whose parameters and buffers are resident.
         updates: Number of updates of the weights so far; optimizers that step after the same forwards count once.
-        kernels: The compiled kernels of fused operations; None if nothing is fused.
         reporter: Shows the stages of planning, and counts their time.
-        parts: The captured graphs.
-        largest: Foresees steps of the largest sizes.
-        proofs: The state of the proofs of captured code.
-        prover: Proves captured code as it first runs.
         planned: The plans, by step signature.
         listeners: Called with each plan when it is made, and again when it has been measured.
         steps: The step under way, and the one before it.
     """
 
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
-        self._model = model = PlannedModel(root, options)
-        self.root, self._name, self.reporter = root, model.name, model.reporter
-        self.kernels, self.parts = model.kernels, model.parts
-        self.largest, self.proofs = model.largest, model.proofs
+        self.model = model = PlannedModel(root, options)
+        self.root, self.reporter = root, model.reporter
         self.warn, self.why_uncaptured = model.warn, model.messages.why_uncaptured
         self.has_warned_of_transforms = model.messages.has_warned_of_transforms
         self.updates = 0
@@ -83,47 +77,47 @@ class Session:
         self.planned = PlannedSignatures(model, maker, graph_programs)
         self.listeners = self.planned.listeners
         self._new_sizes = NewSizes(model)
-        eager_steps = EagerSteps(model, self.planned, self._new_sizes)
+        eager_steps = EagerSteps(model, self._new_sizes)
         self.steps = Steps(model, self.planned, eager_steps, graph_programs)
         self._without_gradients = CallsWithoutGradients(model)
         self._checkpointing = ReplacedCheckpointing(root)
         self._compiled = ExitStack()  # restores on closing the code that ran by torch.compile before
         self.listeners.append(self._report_replaced)
-        self.prover = Prover(model, self.steps.program_of, self.steps.free_bytes)
+        self._prover = Prover(model, self.steps.program_of, self.steps.free_bytes)
 
     # ---------------------------------------------------------------- the interface
 
     @property
     def plan(self) -> Plan | None:
         """The plan of the latest step signature, with the present state of the proofs; None before there is one."""
-        latest = self.planned.latest
+        latest = self.model.history.latest_plan
         return None if latest is None else self.planned.maker.with_proofs(latest)
 
     @property
     def plans(self) -> Mapping[GraphNumbers, Plan]:
         """The plans so far, with the present state of the proofs, by the captured graphs of their steps."""
-        with_proofs, planned = self.planned.maker.with_proofs, self.planned.history.planned
+        with_proofs, planned = self.planned.maker.with_proofs, self.model.history.planned
         return {signature.graphs: with_proofs(signature.own_plan) for signature in planned}
 
     @property
     def options(self) -> SessionOptions:
         """The options, with the present budget."""
-        return self._model.options
+        return self.model.options
 
     @property
     def runs(self) -> int:
         """Number of forwards so far, captured or eager."""
-        return self.steps.runs + self.proofs.runs_eager
+        return self.steps.runs + self.model.proofs.runs_eager
 
     @property
     def captured_count(self) -> int:
         """Number of graphs captured so far."""
-        return self.parts.traced_count
+        return self.model.parts.traced_count
 
     @property
     def holds_graphs(self) -> bool:
         """Whether graphs wait for their backward, or are retained for another."""
-        return bool(self.parts.waiting() or self.parts.retained())
+        return bool(self.model.parts.waiting() or self.model.parts.retained())
 
     @property
     def is_eager(self) -> bool:
@@ -143,15 +137,15 @@ class Session:
     def expect_wait(self, modules: int, operations: int = 0) -> None:
         """Estimate the seconds of the first plan from the number of leaf modules, or of operations."""
         if not self.reporter.is_silent:
-            self.reporter.expect(self._name, self._model.first_wait.expected_s(modules, operations))
+            self.reporter.expect(self.model.name, self.model.first_wait.expected_s(modules, operations))
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer's state as resident."""
-        self._model.memory.watch(optimizer)
+        self.model.memory.watch(optimizer)
 
     def take_over(self, before: Session) -> None:
         """Take over optimizers, listeners, reports and replaced compiled code of a session that plans no more."""
-        for optimizer in before._model.memory.optimizers:
+        for optimizer in before.model.memory.optimizers:
             self.watch_optimizer(optimizer)
         self.listeners.extend(before.listeners[1:])  # the first listener is `_report_replaced` of that session
         self._compiled.enter_context(before._compiled.pop_all())
@@ -160,7 +154,7 @@ class Session:
 
     def expect_batch(self, batch: Any) -> None:
         """Count all tensors of a batch in the next step: the planned modules may receive only some of them."""
-        self._model.memory.batch = tensors_among(batch)
+        self.model.memory.batch = tensors_among(batch)
 
     def replace_compiling(self, aside: Sequence[Callable[[], None]] = ()) -> None:
         """Run a model that a script gave to torch.compile without it, and report that.
@@ -172,8 +166,8 @@ class Session:
             self._compiled.callback(give_back)
         if given_back:
             self.reporter.report(
-                f"HiRemate plan of {self._name}, in place of torch.compile: numbers are those of uncompiled code, and "
-                "steps may take longer; compile='inductor' plans with fused kernels. Put back when the plan goes"
+                f"HiRemate plan of {self.model.name}, in place of torch.compile: numbers are those of uncompiled code, "
+                "and steps may take longer; compile='inductor' plans with fused kernels. Put back when the plan goes"
             )
 
     def set_budget(self, budget: Budget) -> None:
@@ -191,13 +185,13 @@ class Session:
 
         If graphs wait for their backward, the measurement goes on, since more of the iteration follows.
         """
-        is_own = self._model.memory.stepped(optimizer)
+        is_own = self.model.memory.stepped(optimizer)
         if is_own:
             self._without_gradients.drop()
         if is_own and self.runs > self._runs_of_update:
             self.updates, self._runs_of_update = self.updates + 1, self.runs
         record = self.steps.record
-        goes_on = backward_pass.is_running() or bool(self.parts.waiting())
+        goes_on = backward_pass.is_running() or bool(self.model.parts.waiting())
         if is_own and record is not None and record.backwards and not goes_on:
             record.close()
 
@@ -207,7 +201,7 @@ class Session:
 
     def abandon_step(self) -> None:
         """Drop the step under way, after an exception."""
-        self._model.tracing.close()
+        self.model.tracing.close()
         self.steps.fail()
 
     def close(self) -> None:
@@ -224,27 +218,27 @@ class Session:
 
         It keeps no session alive. Without `makes_sizes` each size is traced, none is made from traces of others.
         """
-        proof = partial(Proof, prove=_weakly(self.prover.prove)) if self.options.verify else None
+        proof = partial(Proof, prove=_weakly(self._prover.prove)) if self.options.verify else None
         return planning_backend(
             _weakly(self.take_in),
-            self.kernels,
+            self.model.kernels,
             proof,
             _weakly(self.warn),
-            _weakly(self.largest.trace_ahead),
+            _weakly(self.model.largest.trace_ahead),
             weakref.proxy(self._new_sizes) if makes_sizes else None,
-            SameCaptures(_weakly(self.parts.captured_again)),
+            SameCaptures(_weakly(self.model.parts.captured_again)),
         )
 
     def take_in(self, captured: Captured) -> Part:
         """Make the part of a captured graph; warn if it updates buffers under `torch.utils.checkpoint`."""
         if updates_under_checkpoint(captured.joint):
             self.warn(
-                f"{self._name} calls torch.utils.checkpoint around code that updates buffers, as batch norms do. Plain "
-                "PyTorch runs such code twice in a step, and updates them twice; here it updates them once. Call it "
-                "without checkpoint: what is computed again is for the plan to decide."
+                f"{self.model.name} calls torch.utils.checkpoint around code that updates buffers, as batch norms do. "
+                "Plain PyTorch runs such code twice in a step, and updates them twice; here it updates them once. Call "
+                "it without checkpoint: what is computed again is for the plan to decide."
             )
-        part = self.parts.add(captured, self.steps)
-        self.largest.took(part)
+        part = self.model.parts.add(captured, self.steps)
+        self.model.largest.took(part)
         return part
 
     @contextmanager
@@ -256,11 +250,11 @@ class Session:
         is_inside = backward_pass.is_running()
         if is_inside:
             self.steps.called_inside_backward()
-            self._model.messages.called_inside_backward(name)
-        if not self.parts.count:
+            self.model.messages.called_inside_backward(name)
+        if not self.model.parts.count:
             worker.warm_up()
             self.expect_wait(modules_without_parts(self.root))
-            self._model.tracing.enter_context(self.reporter.stage("tracing"))
+            self.model.tracing.enter_context(self.reporter.stage("tracing"))
 
         def warn(reason: str) -> None:
             is_inside_transform = "Tensor(lvl=" in reason  # as torch.func writes tensors with their level
@@ -270,28 +264,26 @@ class Session:
             )
 
         try:
-            sizes_vary = bool(self.largest.becomes) or self.parts.count > 0
-            vary = chain(self.largest.becomes, self._varying)
+            sizes_vary = bool(self.model.largest.becomes) or self.model.parts.count > 0
+            vary = chain(self.model.largest.becomes, self._varying)
             capture_opaque()
             with dynamo.capturing_for_plans(warn, sizes_vary, vary):
                 yield
             step = self.steps.current
-            if self.proofs.runs_eager and not is_inside and (step is None or not step.forwards):
+            if self.model.proofs.runs_eager and not is_inside and (step is None or not step.forwards):
                 self.abandon_step()  # all of its code was refused: no captured backward would end it
-        except dynamo.CompileError as error:
+        except BaseException as error:  # Ctrl-C too: the next step must not go on with half of this one
             if not is_inside:
                 self.abandon_step()
-            raise CaptureError(
-                f"torch.compile could not capture {name}: {dynamo.reason_of(error)}\n"
-                "Where plain PyTorch fails too, on a wrong shape for example, mend that. Else name submodules that can "
-                "be captured with target=, or train without a plan."
-            ) from error
-        except BaseException:  # Ctrl-C too: the next step must not go on with half of this one
-            if not is_inside:
-                self.abandon_step()
+            if isinstance(error, dynamo.CompileError):
+                raise CaptureError(
+                    f"torch.compile could not capture {name}: {dynamo.reason_of(error)}\n"
+                    "Where plain PyTorch fails too, on a wrong shape for example, mend that. Else name submodules that "
+                    "can be captured with target=, or train without a plan."
+                ) from error
             raise
         finally:
-            self._model.tracing.close()
+            self.model.tracing.close()
 
     def _report_replaced(self, plan: Plan) -> None:
         """Report, once, the activation checkpointing that plans replace."""
@@ -306,7 +298,7 @@ class Session:
         if not backward_pass.is_running():
             self._checkpointing.replace()
             tensors = tensors_inside(arguments)
-            self.largest.called(function, arguments, tensors)
+            self.model.largest.called(function, arguments, tensors)
             call = ModuleCall.of(name, tensors)
             self._varying.called(name, call.shapes)
             self._called(arguments, call)
@@ -324,12 +316,12 @@ class Session:
             repeats = step is not None and ModuleCall.of(name, tensors_inside(arguments)) in step.calls
             if is_part or repeats:
                 return False
-            self._model.messages.called_inside_backward(name or self._name)
+            self.model.messages.called_inside_backward(name or self.model.name)
         elif modes := " and ".join(tensor_state.watching_modes()):
             self.warn(
-                f"A call of {self._name} ran without its plan, in the memory of plain PyTorch: {modes} is around it "
-                "and sees each operator, so that torch.compile captures nothing. Calls without it are planned: leave "
-                "it out, or use it in a few steps only."
+                f"A call of {self.model.name} ran without its plan, in the memory of plain PyTorch: {modes} is around "
+                "it and sees each operator, so that torch.compile captures nothing. Calls without it are planned: "
+                "leave it out, or use it in a few steps only."
             )
         else:
             return False
@@ -344,20 +336,20 @@ class Session:
 
     def begin_graph(self, arguments: Sequence[Any]) -> None:
         """Begin a call of a graph that belongs to no module, and a step as `begin_step` does."""
-        self.largest.called(None, (arguments, {}), tensors_among(arguments))
+        self.model.largest.called(None, (arguments, {}), tensors_among(arguments))
         self.begin_step(arguments)
 
     def _called(self, arguments: Any, call: ModuleCall | None = None) -> None:
         """Begin a call with gradients, or code around such calls: end a run of calls without gradients."""
         self._without_gradients.end()
         self.steps.called(arguments, call)
-        self._without_gradients.compare(self.planned.latest)
+        self._without_gradients.compare(self.model.history.latest_plan)
 
     def begin_without_gradients(self, name: str, arguments: Arguments) -> None:
         """Begin a call without gradients in training mode; between steps its memory is measured."""
         step = self.steps.current
         is_between = not backward_pass.is_running() and (step is None or step.is_over)
-        if is_between and self.planned.latest is not None:
+        if is_between and self.model.history.latest_plan is not None:
             self._without_gradients.begins(name, tensors_inside(arguments))
 
     def end_step(self) -> None:

@@ -198,7 +198,7 @@ class Steps(Conductor):
     def free_bytes(self, step: Step, device: torch.device) -> int:
         """Return the bytes that the budget of a captured step, and the device, leave beside the live memory."""
         resident = self.resident()
-        room, plan = self._planned.maker.room(step, resident), self._planned.latest
+        room, plan = self._planned.maker.room(step, resident), self._history.latest_plan
         budget_bytes = max(room.budget_bytes, 0 if plan is None else plan.budget_bytes)
         live_bytes = resident.size_bytes + (0 if self.current is None else self.current.live_bytes)
         if device.type == "cuda":
@@ -266,7 +266,7 @@ class Steps(Conductor):
 
     def ran_out(self, error: torch.OutOfMemoryError) -> None:
         """Add the planned peak and the allocated bytes to an error."""
-        peak = describe_peak(self._model.name, self._planned.latest)
+        peak = describe_peak(self._model.name, self._history.latest_plan)
         explain(error, f"hiremate: {peak}{self._memory.describe()}")
 
     # ---------------------------------------------------------------- the end
@@ -313,8 +313,7 @@ class Steps(Conductor):
         self._eager_steps.ended(step, eager)
 
     def _end_captured(self, step: CurrentStep) -> None:
-        captured_nothing = self._messages.count_captured(self._parts.traced_count)
-        step.has_captured = not captured_nothing
+        step.has_captured = self._messages.count_captured(self._parts.traced_count)
         self.ended, signature = step, self._history.get_or_make(step.graphs)
         expected, record = step.expected, step.record
         is_own = step.ran_by(self._history.taken_for(signature))

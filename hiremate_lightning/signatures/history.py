@@ -76,6 +76,7 @@ class History:
 
     def __init__(self) -> None:
         self.latest: StepSignature | None = None
+        self._dropped_plan: Plan | None = None  # `latest_plan` when a signature was dropped last
         self.margin_bytes = 0
         self._recorded: dict[GraphNumbers, StepSignature] = {}  # in the order in which they were recorded
         self._seen = Latest[GraphNumbers, StepSignature](SEEN)  # signatures without a record
@@ -104,6 +105,11 @@ class History:
         """The number of plans, with the rungs of all ladders."""
         return len(self.recorded) + sum(len(signature.ladder.rungs) for signature in self._recorded.values())
 
+    @property
+    def latest_plan(self) -> Plan | None:
+        """The plan of the latest signature, even if it was dropped since; None before there is one."""
+        return self._dropped_plan if self.latest is None else self.latest.own_plan
+
     # ---------------------------------------------------------------- changes of signatures
 
     def record(self, signature: StepSignature, step: RecordedStep) -> None:
@@ -122,6 +128,7 @@ class History:
 
     def drop(self, signature: StepSignature) -> None:
         """Drop the recorded step and the plan of a signature: its next step is recorded again."""
+        self._dropped_plan = self.latest_plan
         signature.step, signature.plan, signature.programs = None, None, {}
         if self.latest is signature:
             self.latest = None

@@ -131,7 +131,7 @@ def test_accumulated_gradients_are_added_where_they_appear():
 
 def test_every_operation_takes_time_and_recomputing_too():
     _, _, module = train("gpt", "60%", half=False)
-    (profile,) = (part.profile for part in targets_of(module).session.parts.all)
+    (profile,) = (part.profile for part in targets_of(module).session.model.parts.all)
     plan = get_plan(module)
     assert all(time_ms > 0 for time_ms in profile.time_ms)
     assert torch.cuda.get_device_name() in profile.device
@@ -247,7 +247,7 @@ def test_steps_of_new_sizes_offload_within_the_budget():
     session = targets_of(model).session
     assert session.captured_count == 1
     assert session.steps.eager.prediction.saved is SavedTensors.OFFLOADED
-    assert session._model.offloading.memory.size_bytes > 0
+    assert session.model.offloading.memory.size_bytes > 0
 
 
 def test_intervals_start_with_what_lives():

@@ -167,7 +167,7 @@ def test_several_calls_offload_what_is_their_own(link):
 def test_no_more_of_the_host_is_taken_than_is_named(link):
     link(FAST)
     module = offloading(STEPS, layers=12, budget="50%", offload="always allowed", host_budget="3 MiB")
-    memory = targets_of(module).session._model.offloading.memory
+    memory = targets_of(module).session.model.offloading.memory
     assert 0 < memory.size_bytes <= 3 * 2**20
 
 

@@ -59,7 +59,7 @@ def test_an_attribute_set_in_the_first_call_costs_no_new_trace(also, graphs):
         assert torch.equal(step(model, index), expected)
         assert all(map(torch.equal, gradients(model), gradients(plain)))
     assert session_of(model).captured_count == 2
-    assert session_of(model).parts.count == graphs
+    assert session_of(model).model.parts.count == graphs
 
 
 class Weighted(Net):

@@ -219,7 +219,7 @@ def test_what_the_caller_laid_out_is_copied():
 
     module = hiremate(last(), "100%", verbose=False)
     module(rows(0)).sum().backward()
-    captured = targets_of(module).session.parts.all[0].captured
+    captured = targets_of(module).session.model.parts.all[0].captured
     assert not [node for node in captured.overwrites if node.target is assign]
     train_both(last, simple_loop(rows, loss_of=lambda y: y.sum()), "100%")
     train_both(last, simple_loop(rows, loss_of=lambda y: (y.t().contiguous() ** 3).sum()), "100%")

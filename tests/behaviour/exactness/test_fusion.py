@@ -91,7 +91,7 @@ def planned(model, budget, **options):
 
 
 def kernels_of(model):
-    kernels = targets_of(model).session.kernels
+    kernels = targets_of(model).session.model.kernels
     return list(kernels._known.values())
 
 

@@ -280,7 +280,7 @@ def test_graphs_that_a_hook_holds_do_not_pile_up():
             module.zero_grad()
             module(batch(index)).square().mean().backward()
             log += leave_behind(module)
-            kept.append(len(session_of(module).parts.retained()) if get_plan(module) else 0)
+            kept.append(len(session_of(module).model.parts.retained()) if get_plan(module) else 0)
         return log
 
     train_both(equilibrium, loop)

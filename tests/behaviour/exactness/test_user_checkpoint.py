@@ -120,7 +120,7 @@ def test_gradients_behind_a_dropout_are_proved(block):
     model, x = _net(block), torch.randn(ROWS, SIZE)
     hiremate(model, "1 GiB", verbose=False)
     square_error(model(x)).backward()
-    assert targets_of(model).session.proofs.words() == "forward 1 of 1 graph, gradients 1 of 1"
+    assert targets_of(model).session.model.proofs.words() == "forward 1 of 1 graph, gradients 1 of 1"
 
 
 class _Entering(_Block):

@@ -103,7 +103,9 @@ def test_traces_of_sizes_that_come_no_more_are_dropped(change_thresholds, traced
     session = session_of(model)
     assert session.captured_count == 9
     assert len(traced()) == 7, "7 came again when it had been dropped"
-    assert len(session.parts.all) <= 2 + 2 + len(session.plans), "the first two, the last two, and what is planned"
+    assert len(session.model.parts.all) <= 2 + 2 + len(session.plans), (
+        "the first two, the last two, and what is planned"
+    )
     remove_hiremate(model)
 
 
@@ -163,7 +165,7 @@ def test_interpolated_images_keep_symbolic_sizes(captures, traced):
     model = hiremate(zooming(), "100%", verbose=False)
     for height, width in ((8, 16), (12, 24), (16, 12), (20, 8)):
         model(torch.randn(2, 3, height, width)).sum().backward()
-    graphs = [part.captured for part in session_of(model).parts.all]
+    graphs = [part.captured for part in session_of(model).model.parts.all]
     assert (len(graphs), len(captures()), len(traced())) == (4, 3, 2)
     assert [graphs[0].graph.difference(other.graph) for other in graphs] == [None] * 4
 

@@ -94,7 +94,7 @@ def test_training_is_exact_and_nothing_more_is_captured(make):
 
 def test_files_are_used_again_until_steps_run_by_plans(change_thresholds):
     model = hiremate(Net(), budget_of(60), verbose=False)
-    files, sizes_bytes = session_of(model).eager_steps._offloading.files, []
+    files, sizes_bytes = session_of(model).model.offloading.files, []
     for step in (0, 6, 4, 2, 5, 6):  # lengths 60, 96, 90, 90, 72, 96
         train(model, step)
         sizes_bytes.append(files.size_bytes)

@@ -291,13 +291,13 @@ def train_chosen(
         hiremate(model, "80%", verbose=False)
     for index, count in enumerate(rows):
         if index == len(rows) - 6:
-            counts += [session_of(model).parts.count] if is_planned else []
+            counts += [session_of(model).model.parts.count] if is_planned else []
             model.at_most, model.left_out = 6, 0.4
         model.zero_grad()
         with quiet():
             model(batch(index, count)).square().mean().backward()
         log += gradients(model)
-    return model, log, [*counts, session_of(model).parts.count] if is_planned else []
+    return model, log, [*counts, session_of(model).model.parts.count] if is_planned else []
 
 
 @pytest.mark.parametrize("varies", [False, True], ids=["one size", "sizes"])

@@ -58,7 +58,7 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def captured(model) -> Captured:
-    return targets_of(model).session.parts.all[0].captured
+    return targets_of(model).session.model.parts.all[0].captured
 
 
 @contextmanager
@@ -327,7 +327,7 @@ def test_what_chooses_by_a_mask_can_be_measured(function, masked):
 
     model, mask, announced = hiremate(chooses(), "100%", verbose=False), torch.arange(ROWS) < masked, []
     model(torch.randn(ROWS, WIDTH), mask, torch.randn(masked, WIDTH)).sum().backward()
-    parts = targets_of(model).session.parts.all
+    parts = targets_of(model).session.model.parts.all
     assert parts
     for part in parts:
         measure(part.captured, CostCache(), QUICK, warn=lambda *words: announced.append(words))
