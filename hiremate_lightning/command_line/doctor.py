@@ -20,7 +20,8 @@ from ..api import get_plan, hiremate, remove_hiremate
 from ..calls.refused import refuse
 from ..calls.replaced import checkpointed_modules, take_compiled
 from ..errors import ConfigurationError, HiRemateError
-from ..integrations.any_script import Alive, Finder
+from ..integrations.alive import Alive
+from ..integrations.any_script import Finder
 from ..memory.allocator import free_host_bytes
 from ..planning.solvers import Status
 from ..planning.solvers.mip_backend import BACKENDS

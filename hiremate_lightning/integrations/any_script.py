@@ -10,7 +10,6 @@ network of a GAN, use the same memory and share the plan. A model that the scrip
 
 from __future__ import annotations
 
-import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,8 +24,7 @@ import torch.distributed
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..api import FABRIC_WRAPPER, inside_wrappers, take_over
-from ..calls.refused import refuse
+from ..api import take_over
 from ..calls.replaced import CompiledCall, take_compiled
 from ..calls.slots import Slot
 from ..errors import ConfigurationError, HiRemateError
@@ -37,7 +35,8 @@ from ..targets.candidates import has_weights
 from ..targets.modules import is_inside_planned, planned_module_with, targets_of
 from ..targets.together import together
 from ..targets.training_step import plans_step_of
-from ..torch_private import backward_pass, compiled_by_torch, hooks, tensor_state
+from ..torch_private import backward_pass, hooks, tensor_state
+from .alive import Alive, may_be_planned, name_of
 from .compile_backend import hiremate as compile_backend
 
 DRY_STEPS = 2  # least optimizer steps in a dry run: the first step is recorded, the second one runs by the plan
@@ -199,7 +198,7 @@ class Finder:
             return self._call_apart(run, args, kwargs) if is_frozen else run(*args, **kwargs)
         if not module.training:
             if not self.seen.unplanned[Unplanned.EVAL]:  # name only the outermost module of the first such call
-                self.seen.unplanned[Unplanned.EVAL].add(_name(module))
+                self.seen.unplanned[Unplanned.EVAL].add(name_of(module))
             return run(*args, **kwargs)
         if not self._ensure_planned(module):
             return self._call_apart(run, args, kwargs)
@@ -220,7 +219,7 @@ class Finder:
     def _compiled_in_place(self, module: nn.Module, before: Any, compiled: Callable[..., Any], backend: Any) -> Any:
         """Return the call of a module that the script compiles in place; a module that has a plan keeps it."""
         if backend in ("hiremate", compile_backend):
-            self.note_script_plans(_name(module))
+            self.note_script_plans(name_of(module))
             return compiled
         call = CompiledCall(self.call, module, compiled)
         for session in self._sessions():
@@ -235,7 +234,7 @@ class Finder:
         if tries >= TRIES and optimizers == len(self._optimizers):
             return False
         if tensor_state.is_transforming():
-            self.seen.unplanned[Unplanned.TRANSFORMED].add(_name(module))
+            self.seen.unplanned[Unplanned.TRANSFORMED].add(name_of(module))
             return False
         is_planned = self._plan_around(module)
         if not is_planned:
@@ -252,17 +251,17 @@ class Finder:
                 planned.attach()  # also to modules that were added since
             return planned.gives_way is not None
         if plans_step_of(root) or alive.is_compiled_by_script(root):
-            self.note_script_plans(_name(root))
+            self.note_script_plans(name_of(root))
             return False
         if alive.optimizers and not alive.knows(module):
-            self.seen.unplanned[Unplanned.WITHOUT_OPTIMIZER].add(_name(root))
+            self.seen.unplanned[Unplanned.WITHOUT_OPTIMIZER].add(name_of(root))
             return False
-        if not alive.knows(module) and not _may_be_planned(root):  # for example a trial export before training
+        if not alive.knows(module) and not may_be_planned(root):  # for example a trial export before training
             return False
         paths = dict(root.named_modules())
         missing = next((path for path in self._target or () if path not in paths), None)
         if missing is not None:
-            self._report_once(f"{_name(root)} has no submodule {missing!r} (--target): it is not planned")
+            self._report_once(f"{name_of(root)} has no submodule {missing!r} (--target): it is not planned")
             return False
         self._refuse_unplanned_ranks()
         self._plan(root if self._target else together([root, *alive.others_trained(root)]), alive)
@@ -271,13 +270,13 @@ class Finder:
     def _plan(self, root: nn.Module, alive: Alive) -> None:
         compiled = take_compiled(root)
         planned = take_over(root, self._budget, target=self._target, **self._options)
-        planned.gives_way = partial(self.note_script_plans, _name(root))
+        planned.gives_way = partial(self.note_script_plans, name_of(root))
         session = planned.session
         for optimizer in alive.optimizers_of(root):
             session.watch_optimizer(optimizer)
         session.reporter.more = self._more
         session.replace_compiling(compiled)
-        trained = Trained(_name(root), weakref.ref(session))
+        trained = Trained(name_of(root), weakref.ref(session))
         session.listeners.append(trained.note)
         self.trained.append(trained)
 
@@ -301,7 +300,7 @@ class Finder:
         if not self.trained:
             by_script = planned_module_with(parameters)
             if by_script is not None:
-                self.note_script_plans(_name(by_script))
+                self.note_script_plans(name_of(by_script))
             else:
                 self.seen.passed_by += 1
         if not self._is_dry or self.seen.updates < DRY_STEPS:
@@ -319,87 +318,3 @@ class Finder:
         """Record that the script plans a model itself, and show this once."""
         self.seen.unplanned[Unplanned.BY_SCRIPT].add(name)
         self._report_once(f"the script plans {name} by itself: that holds, and --budget has no effect on it")
-
-
-class Alive:
-    """The modules and optimizers that exist now. The search takes tenths of a second, so only new modules cause one."""
-
-    def __init__(self) -> None:
-        gc.collect()  # free unused modules and optimizers, so that they are not counted
-        existing = gc.get_objects()
-        self._modules = [o for o in existing if issubclass(type(o), nn.Module)]
-        optimizers = [o for o in existing if issubclass(type(o), torch.optim.Optimizer) and hasattr(o, "param_groups")]
-        self.optimizers = [
-            o for o in optimizers if not isinstance(getattr(o, "optimizer", None), torch.optim.Optimizer)
-        ]
-        groups = (group for o in self.optimizers for group in o.param_groups)
-        self._parameter_ids = {id(p) for group in groups for p in group["params"]}
-        self._parents = dict[int, list[nn.Module]]()
-        for outer in self._modules:
-            for inner in outer.__dict__.get("_modules", {}).values():
-                self._parents.setdefault(id(inner), []).append(outer)
-
-    def knows(self, module: nn.Module) -> bool:
-        """Whether any of a module's parameters is in an optimizer."""
-        return any(id(p) in self._parameter_ids for p in module.parameters())
-
-    def optimizers_of(self, root: nn.Module) -> list[torch.optim.Optimizer]:
-        """List the optimizers that have any of a model's parameters."""
-        ids = {id(p) for p in root.parameters()}
-        return [o for o in self.optimizers if any(id(p) in ids for group in o.param_groups for p in group["params"])]
-
-    def model_around(self, module: nn.Module) -> nn.Module:
-        """Return the outermost module that contains one, without wrappers; of several, that with most parameters."""
-        tops, waiting, seen = list[nn.Module](), [module], {id(module)}
-        while waiting:
-            inner = waiting.pop()
-            around = self._parents.get(id(inner), [])
-            if not around:
-                tops.append(inner)
-            waiting += [outer for outer in around if id(outer) not in seen]
-            seen.update(map(id, around))
-        best = max(tops or [module], key=lambda top: sum(id(p) in self._parameter_ids for p in top.parameters()))
-        return _unwrapped(best)
-
-    def others_trained(self, root: nn.Module) -> list[nn.Module]:
-        """List the other models that optimizers train and that can be planned, but are not planned yet."""
-        tops = [top for top in self._modules if id(top) not in self._parents and has_weights(top) and self.knows(top)]
-        ids = {id(module) for module in root.modules()}
-        unwrapped = {id(top): top for top in map(_unwrapped, tops)}
-        others = [top for top in unwrapped.values() if ids.isdisjoint(map(id, top.modules()))]
-        others = [top for top in others if targets_of(top) is None and not plans_step_of(top)]
-        return [top for top in others if _may_be_planned(top) and not self.is_compiled_by_script(top)]
-
-    def is_compiled_by_script(self, root: nn.Module) -> bool:
-        """Whether the script compiles a model or part of it with the torch.compile backend "hiremate"."""
-        compiled_modules = [*compiled_by_torch.compiled_around(root), *compiled_by_torch.compiled_inside(root)]
-        return any(compiled_by_torch.is_compiled_by(compiled, compile_backend) for compiled in compiled_modules)
-
-
-def _may_be_planned(model: nn.Module) -> bool:
-    restores = take_compiled(model)
-    try:
-        refuse(model)
-    except ConfigurationError:
-        return False
-    finally:
-        for restore in restores:
-            restore()
-    return True
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside of all wrappers that a script puts around it for training."""
-    while True:
-        inner: nn.Module = inside_wrappers(module)
-        if isinstance(inner, nn.DataParallel) and len(inner.device_ids or ()) < 2:
-            inner = inner.module
-        inner = compiled_by_torch.original(inner)
-        if inner is module:
-            return module
-        module = inner
-
-
-def _name(module: nn.Module) -> str:
-    wrapped = _unwrapped(module)
-    return type(wrapped).__name__.removeprefix("FSDP") if type(wrapped).__name__ != FABRIC_WRAPPER else "Module"

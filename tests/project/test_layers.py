@@ -20,17 +20,13 @@ from tests.processes import run_python
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "hiremate_lightning"
 
+# Modules beside the folders: those that every folder may import, and those that users and their tests call.
+BASE = ("errors", "thresholds", "out_of_memory", "units", "buckets", "options", "housekeeping", "objects")
+DOORS = ("api", "testing", "__init__")
 # A layer, a folder or a module of the package, imports from those before it. Within a folder nothing goes in circles,
 # and `base` comes first.
 ORDER = (
-    "errors",
-    "thresholds",
-    "out_of_memory",
-    "units",
-    "buckets",
-    "options",
-    "housekeeping",
-    "objects",
+    *BASE,
     "records",
     "planning",
     "reporting",
@@ -46,9 +42,7 @@ ORDER = (
     "sessions",
     "targets",
     "sizes",
-    "api",
-    "testing",
-    "__init__",
+    *DOORS,
     "callbacks",
     "integrations",
     "command_line",
@@ -277,10 +271,14 @@ def test_names_in_readmes_and_files_in_docstrings_exist():
     assert not files - {path.name for top in ("callbacks", PACKAGE, "tests") for path in ROOT.glob(f"{top}/**/*.py")}
 
 
-def test_the_map_for_contributors_names_each_folder():
+def test_the_map_for_contributors_has_each_layer_in_order():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    base, *rows = re.findall(r"^\| (?:\[`([\w/]+)/`\]\(.*?\) )?\|(.*)", text, re.MULTILINE)
+    layers = [folder.split("/")[0] or re.search(r"`(\w+)`", words)[1] for folder, words in rows]
 
     assert not [name for name in FOLDERS if name and f"`{name.replace('.', '/')}/`" not in text]
+    assert not [name for name in BASE if f"`{name}`" not in base[1]]
+    assert layers == sorted(layers, key=ORDER.index)
 
 
 def test_the_package_is_read_with_its_callbacks() -> None:

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.zoo.stand_in import torchvision_or_stand_in
 from hiremate_lightning.command_line import cli, doctor
 from hiremate_lightning.command_line.run import main
-from hiremate_lightning.integrations import any_script
+from hiremate_lightning.integrations import alive
 from tests.processes import TORCHRUN, run_python
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -519,8 +519,8 @@ STYLES = {
 @pytest.mark.parametrize("style", STYLES)
 def test_other_styles_train_the_same(capsys, monkeypatch, style):
     """What exists is looked at for what is new, not at each step: that takes tenths of a second."""
-    looks, look = [], any_script.Alive.__init__
-    monkeypatch.setattr(any_script.Alive, "__init__", lambda alive: looks.append(alive) or look(alive))
+    looks, look = [], alive.Alive.__init__
+    monkeypatch.setattr(alive.Alive, "__init__", lambda found: looks.append(found) or look(found))
     write("train.py", HEAD + TRAIN + STYLES[style])
     python(Path("train.py").absolute())
     printed = capsys.readouterr().out
