@@ -37,7 +37,7 @@ class ReplacedCheckpointing:
     """The checkpoint functions in the modules of one model, which are replaced while it is planned."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._root, self._is_told = root, False
+        self._root, self._is_described = root, False
         self._places: list[tuple[str, nn.Module, str]] | None = None
 
     def replace(self) -> None:
@@ -70,9 +70,9 @@ class ReplacedCheckpointing:
     def describe(self, plan: Plan) -> str | None:
         """Describe, once, the checkpointing that a plan replaces, and the peaks with and without it; None for none."""
         paths = self.paths()
-        if self._is_told or not paths:
+        if self._is_described or not paths:
             return None
-        self._is_told = True
+        self._is_described = True
         checkpointed = simulate_eager(with_checkpoints(plan.graph, _calls_of(plan.graph, paths)), plan.profile)
         with_it = format_bytes(plan.resident_bytes + checkpointed.peak_bytes)
         without = format_bytes(plan.unplanned_peak_bytes)

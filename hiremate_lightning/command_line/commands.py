@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,8 +86,8 @@ class _Work:
         if not self.asked.measure:
             return captured, captured.estimated(self.rates)
         with self.reporter.stage("profiling"):
-            told = self.reporter.progress
-            return captured, captured.measured(lambda done, total: told("operations", done, total))
+            progress = partial(self.reporter.progress, "operations")
+            return captured, captured.measured(progress)
 
     def room(self, budget: Budget, resident_bytes: int = 0, eager_bytes: int = 0) -> Room:
         """Return the bytes that a step has within a budget; the eager step adds `eager_bytes` to resident ones."""
@@ -291,8 +292,7 @@ def _solved_by_each(work: _Work, problem: Problem, named: dict[int, str], method
     """Solve under the user's budgets first; Ctrl-C ends the solves once there is an outcome."""
     outcomes: list[Outcome] = []
     bounds: list[tuple[int, float | None]] = []
-    told = work.reporter.solving(problem.step_ms)
-    options = replace(problem.options, progress=told)
+    options = replace(problem.options, progress=work.reporter.solving(problem.step_ms))
     try:
         for budget_bytes, words in named.items():
             asked = replace(problem, budget_bytes=budget_bytes, options=options)

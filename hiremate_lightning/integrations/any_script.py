@@ -219,7 +219,7 @@ class Finder:
     def _compiled_in_place(self, module: nn.Module, before: Any, compiled: Callable[..., Any], backend: Any) -> Any:
         """Return the call of a module that the script compiles in place; a module that has a plan keeps it."""
         if backend in ("hiremate", compile_backend):
-            self.note_script_plans(name_of(module))
+            self.leave_to_script(name_of(module))
             return compiled
         call = CompiledCall(self.call, module, compiled)
         for session in self._sessions():
@@ -251,7 +251,7 @@ class Finder:
                 planned.attach()  # also to modules that were added since
             return planned.gives_way is not None
         if plans_step_of(root) or alive.is_compiled_by_script(root):
-            self.note_script_plans(name_of(root))
+            self.leave_to_script(name_of(root))
             return False
         if alive.optimizers and not alive.knows(module):
             self.seen.unplanned[Unplanned.WITHOUT_OPTIMIZER].add(name_of(root))
@@ -270,7 +270,7 @@ class Finder:
     def _plan(self, root: nn.Module, alive: Alive) -> None:
         compiled = take_compiled(root)
         planned = take_over(root, self._budget, target=self._target, **self._options)
-        planned.gives_way = partial(self.note_script_plans, name_of(root))
+        planned.gives_way = partial(self.leave_to_script, name_of(root))
         session = planned.session
         for optimizer in alive.optimizers_of(root):
             session.watch_optimizer(optimizer)
@@ -300,7 +300,7 @@ class Finder:
         if not self.trained:
             by_script = planned_module_with(parameters)
             if by_script is not None:
-                self.note_script_plans(name_of(by_script))
+                self.leave_to_script(name_of(by_script))
             else:
                 self.seen.passed_by += 1
         if not self._is_dry or self.seen.updates < DRY_STEPS:
@@ -314,7 +314,7 @@ class Finder:
 
     # ---------------------------------------------------------------- messages
 
-    def note_script_plans(self, name: str) -> None:
+    def leave_to_script(self, name: str) -> None:
         """Record that the script plans a model itself, and show this once."""
         self.seen.unplanned[Unplanned.BY_SCRIPT].add(name)
         self._report_once(f"the script plans {name} by itself: that holds, and --budget has no effect on it")

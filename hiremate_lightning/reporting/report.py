@@ -131,7 +131,7 @@ class Reporter:
         self._open.append(name)
         is_done, start, before_s = threading.Event(), time.monotonic(), self._stages_s
 
-        def tell() -> None:
+        def name_when_due() -> None:
             due_s = thresholds.current.long_stage_s
             while due_s <= before_s:
                 due_s *= 2
@@ -140,7 +140,7 @@ class Reporter:
                 due_s *= 2
 
         if len(self._open) == 1:  # the thread of the outermost stage names the inner ones too
-            threading.Thread(target=tell, daemon=True).start()
+            threading.Thread(target=name_when_due, daemon=True).start()
         try:
             yield
         finally:
@@ -161,14 +161,14 @@ class Reporter:
         milliseconds.
         """
 
-        def tell(best_ms: float, bound_ms: float) -> None:
+        def show(best_ms: float, bound_ms: float) -> None:
             if step_ms and math.isinf(best_ms):
                 self.progress(f"none found, at least {format_ratio(bound_ms / step_ms)}", 0)
             elif step_ms:
                 gap = max(0.0, best_ms - bound_ms) / (step_ms + best_ms)
                 self.progress(f"extra time {format_ratio(best_ms / step_ms)}, {near_words(gap)}", 0)
 
-        return tell
+        return show
 
     def expect(self, name: str, seconds: float) -> None:
         """Report before the first step of a model how long planning will take, if that is long."""

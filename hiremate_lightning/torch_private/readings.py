@@ -395,5 +395,5 @@ def as_compiled() -> AbstractContextManager[None]:
 
 def no_session() -> AbstractContextManager[None]:
     """Answer as eager PyTorch to code that runs while torch compiles: functions that users put into graphs untraced."""
-    is_told = hasattr(torch.compiler, "_compile_session_context")
-    return replaced((torch.compiler, "_compile_session_context", nullcontext)) if is_told else nullcontext()
+    knows_sessions = hasattr(torch.compiler, "_compile_session_context")
+    return replaced((torch.compiler, "_compile_session_context", nullcontext)) if knows_sessions else nullcontext()

@@ -59,7 +59,7 @@ class Search:
         """Make a policy the incumbent if it fits and is better."""
         if candidate.peak_bytes <= self.limit and (self.best is None or candidate.rank < self.best.rank):
             self.best = candidate
-            self._tell()
+            self._show_progress()
 
     def fill(self, start: Replay, deadline: float) -> None:
         """Keep more values of a policy that fits, and offer the result."""
@@ -86,9 +86,9 @@ class Search:
         """Store a proven bound if it is higher than the present one."""
         if bound_ms > self.bound_ms:
             self.bound_ms = bound_ms
-            self._tell()
+            self._show_progress()
 
-    def _tell(self) -> None:
+    def _show_progress(self) -> None:
         if self.problem.options.progress is not None:
             self.problem.options.progress(math.inf if self.best is None else self.best.recompute_ms, self.bound_ms)
 

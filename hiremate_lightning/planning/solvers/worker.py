@@ -250,10 +250,10 @@ def _answer(question: Any, answers: IO[bytes]) -> Solution | str:
         return mip_backend.failure(question)
     problem, name = question
 
-    def tell(best_ms: float, bound_ms: float) -> None:
+    def send(best_ms: float, bound_ms: float) -> None:
         _send(answers, (PROGRESS, best_ms, bound_ms))
 
-    return with_offloading(get_strategy(name))(replace(problem, options=replace(problem.options, progress=tell)))
+    return with_offloading(get_strategy(name))(replace(problem, options=replace(problem.options, progress=send)))
 
 
 if __name__ == "__main__":
