@@ -49,7 +49,7 @@ from hiremate_lightning.planning.solvers.base import Problem, SolveOptions, get_
 from hiremate_lightning.records.expressions import Sizes, find_expression
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import allocations, simulate
-from hiremate_lightning.records.step import Call, Step, merge
+from hiremate_lightning.records.step import HELD_TO_THE_END, Call, Step, merge
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import Program, build
 from hiremate_lightning.running.program_at_sizes import ProgramAtSizes, SizesDifferError
@@ -294,7 +294,8 @@ class Trial:
         alive = tuple(o for i, o in enumerate(outputs) if o is not None and i in self.steps.alive[number])
         died = tuple(t for t in graph.outputs if t not in alive)
         gradients = [g for p, g in enumerate(captured.backward_outputs) if g is not None and graph.inputs[p] in links]
-        return Call(graph, profile, links, alive, died, passed_on=tuple(number_of[g] for g in gradients))
+        held_until = dict.fromkeys(alive, HELD_TO_THE_END)
+        return Call(graph, profile, links, died, held_until, passed_on=tuple(number_of[g] for g in gradients))
 
 
 def _equal(want: list[Tensor], got: list[Tensor]) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from .. import thresholds
 from ..memory.metering import Interval
 from ..records.graph import bytes_of
-from ..records.step import Call, Gap, Output
+from ..records.step import HELD_TO_THE_END, Call, Gap, Output, Stage
 from .profiling import as_laid_out
 from .recording import StepRecord
 from .runs import CALLED, LEFT, OTHER, START, Event, Mark, Run
@@ -31,12 +31,15 @@ class _RecordedCalls:
         self.place = {run.index: position for position, run in enumerate(self.planned)}  # the call of each run
         self.backwards = [record.runs[index] for index in dict.fromkeys(record.backwards)]  # in order of execution
         self._span_at = {span.label: position for position, span in enumerate(record.spans)}
-        self._lingering = {run.index: self._find_lingering(run) for run in self.planned}
-        self._released = Counter[int]()  # bytes of lingering outputs, by number of backwards before the free
+        self._ends = [Event.FORWARD.of(run.index) for run in self.planned[1:]]  # ends of the code after each forward
+        self._ends += [Event.BACKWARD.of(run.index) for run in self.backwards[:1]]
+        self._held_into_backwards = {run.index: self._find_held_into_backwards(run) for run in self.planned}
+        self._released = Counter[int]()  # bytes of outputs held into backwards, by number of backwards before the free
         for run in self.planned:
-            lingering = self._lingering[run.index]
-            for ended in set(lingering.values()):
-                self._released[ended] += bytes_of(run.graph, (t for t, at in lingering.items() if at == ended))
+            held = self._held_into_backwards[run.index]
+            for ended in set(held.values()):
+                self._released[ended] += bytes_of(run.graph, (t for t, at in held.items() if at == ended))
+        self._held_until = self._find_held_until()
 
     def call(self, run: Run) -> Call:
         """Return the call of a run, with the uncaptured code before, between and after its halves."""
@@ -48,16 +51,14 @@ class _RecordedCalls:
             profile = as_laid_out(run.part.captured, profile, run.tangent_strides)
         graph, profile = run.as_run(profile)
         # The uncaptured code after the forward runs until the next forward, or until the first backward.
-        following = next(iter(self.planned[number + 1 :]), None)
-        mark = Event.FORWARD.of(following.index) if following else Event.BACKWARD.of(self.backwards[0].index)
-        done = Event.FORWARD_DONE.of(run.index)
-        lived, stay = self._lived(run, done), self._lived(run, mark)
-        died, alive = list[Output](), set(stay)
+        done, mark = Event.FORWARD_DONE.of(run.index), self._ends[number]
+        lived = self._lived(run, done)
+        died, alive = list[Output](), set(self._lived(run, mark))
         if self._spans(done, mark) and mark in record.alive_at:  # died: no longer alive, and not saved by their run
             died = [(i, t) for i, t in lived if (i, t) not in alive and not record.runs[i].saves(t)]
         stages, called_at = self._stages(run, mark, lived, died)
         is_alone = not died and all(i == run.index for i, _ in lived)
-        unknown = [] if is_alone else [Gap(alive=tuple(lived))]  # it is unknown when they die: a plan may save some
+        unknown = [] if is_alone else [Stage(held=tuple(lived))]  # it is unknown when they die: a plan may save some
         begun = self._between(START, Event.FORWARD.of(run.index)) or Gap()
         ended = self._between(Event.BACKWARD_DONE.of(run.index), Event.ENDED.of(run.index)) or Gap()
         before = self.backwards.index(run)
@@ -66,16 +67,14 @@ class _RecordedCalls:
             graph=graph,
             profile=profile,
             links={t: (place[r], o) for t, (r, o) in run.links.items() if r in place},
-            alive=run.alive or (),
             died=tuple(t for i, t in died if i == run.index),
-            lingering=tuple(self._lingering[run.index].items()),
-            beside_after=tuple((place[i], t) for i, t in stay if i != run.index),
+            held_until=self._held_until[run.index],
             passed_on=run.passed_on,
             released_bytes=run.released_bytes,
             outlasting=tuple(t for t in outlasting if t not in graph.held),
             is_retained=run.is_retained,
-            before_deaths=tuple(
-                replace(stage, alive=tuple((place[i], t) for i, t in stage.alive)) for stage in stages[:-1] or unknown
+            stages=tuple(
+                replace(stage, held=tuple((place[i], t) for i, t in stage.held)) for stage in stages[:-1] or unknown
             ),
             called_at=called_at,
             before_forward=Gap() if number else Gap(max(0, begun.held_bytes), begun.peak_bytes),
@@ -84,23 +83,40 @@ class _RecordedCalls:
             after_backward=Gap() if before + 1 < len(self.backwards) else replace(ended, held_bytes=0),
         )
 
-    def _find_lingering(self, run: Run) -> dict[int, int]:
+    def _find_held_until(self) -> dict[int, dict[int, int]]:
+        """Return `Call.held_until` of the call of each run."""
+        held_until = {run.index: dict[int, int]() for run in self.planned}
+        for ended, mark in enumerate(self._ends, start=1):
+            for index, tensor in self._record.alive_at.get(mark, ()):
+                if index in held_until:
+                    held_until[index][tensor] = ended
+        for run in self.planned:
+            held = self._held_into_backwards[run.index]
+            held_until[run.index].update({t: len(self.planned) + ended for t, ended in held.items()})
+            held_until[run.index].update(dict.fromkeys(self._outlive_backward(run), HELD_TO_THE_END))
+        return held_until
+
+    def _find_held_into_backwards(self, run: Run) -> dict[int, int]:
         """Return the outputs of a run that uncaptured code holds into the backward, for example to read them there.
 
         Each comes with the number of backwards after which it is freed: up to the last one at whose start it lives.
         Outputs that outlive their own backward don't count. Neither do outputs that a captured graph, whose backward
         has not run yet, may hold: as a saved value of this run, or as an input of another one.
         """
-        held, lingering = {run.graph.tensors[t].storage for t in run.alive or ()}, dict[int, int]()
+        stay, held = {run.graph.tensors[t].storage for t in self._outlive_backward(run)}, dict[int, int]()
         for ended, starting in enumerate(self.backwards):
             may_hold = self.backwards[ended:]
             links = {output for other in may_hold for output in other.links.values()}
             alive = self._record.alive_at.get(Event.BACKWARD.of(starting.index), ())
             for t in (t for i, t in alive if i == run.index):
                 is_saved = (run.index, t) in links or (run in may_hold and run.saves(t))
-                if not is_saved and run.graph.tensors[t].storage not in held:
-                    lingering[t] = ended + 1
-        return lingering
+                if not is_saved and run.graph.tensors[t].storage not in stay:
+                    held[t] = ended + 1
+        return held
+
+    def _outlive_backward(self, run: Run) -> list[int]:
+        """List the outputs of a run that live when its backward has ended."""
+        return [t for i, t in self._record.alive_at.get(Event.BACKWARD_DONE.of(run.index), ()) if i == run.index]
 
     def _lived(self, run: Run, mark: Mark) -> list[Output]:
         """List the outputs, of a planned run and of planned runs before it, that lived at a mark."""
@@ -114,7 +130,7 @@ class _RecordedCalls:
     # ---------------------------------------------------------------- memory of uncaptured code
 
     def _gap_after_forward(
-        self, done: Mark, following: Mark, died: Iterable[Output], stages: Sequence[Gap], called_at: int | None
+        self, done: Mark, following: Mark, died: Iterable[Output], stages: Sequence[Stage], called_at: int | None
     ) -> Gap:
         """Return the gap after a forward, in bytes above the outputs that live on.
 
@@ -134,12 +150,12 @@ class _RecordedCalls:
 
     def _stages(
         self, run: Run, following: Mark, lived: Iterable[Output], died: Iterable[Output]
-    ) -> tuple[list[Gap], int | None]:
+    ) -> tuple[list[Stage], int | None]:
         """Divide the uncaptured code after a forward into stages, at deaths of outputs and the call of the backward.
 
         Returns the stages and the number of them before that call; no stages if the death of an output was not seen.
         """
-        record, sizes, dead, stages = self._record, self._sizes(died), set[int](), list[Gap]()
+        record, sizes, dead, stages = self._record, self._sizes(died), set[int](), list[Stage]()
         storage_of = {Mark(Event.RELEASED, i, t): record.runs[i].outputs[t][1] for i, t in died}
         spans = self._spans(Event.FORWARD_DONE.of(run.index), following)
         calls = [i for i, span in enumerate(spans) if span.label == CALLED]
@@ -152,11 +168,11 @@ class _RecordedCalls:
             storage = storage_of.get(span.label)
             if storage is not None:
                 dead.add(storage)
-            alive = tuple((i, t) for i, t in lived if record.runs[i].outputs[t][1] not in dead)
+            held = tuple((i, t) for i, t in lived if record.runs[i].outputs[t][1] not in dead)
             if position == called:
                 called_at = len(stages)
-            if not stages or position == called or alive != stages[-1].alive:
-                stages.append(Gap(alive=alive))
+            if not stages or position == called or held != stages[-1].held:
+                stages.append(Stage(held=held))
             freed_bytes = sum(sizes[s] for s in dead) + (0 if called_at is None else stale_bytes)
             freed_bytes += returned_bytes if position >= left else 0
             above_bytes = span.peak_bytes - spans[0].start_bytes + freed_bytes

@@ -232,10 +232,9 @@ class StepRecord:
         if run is None or run not in self.runs:
             self._mark(OTHER_DONE)
             return
-        run.alive = run.living
         run.released_bytes = sum(size_bytes for lives, size_bytes in run.made_outside.values() if not lives())
         run.outlasting = tuple(position for position, lives in self._tangents.items() if lives())
-        self._mark(Event.BACKWARD_DONE.of(run.index))
+        self._mark_alive(Event.BACKWARD_DONE.of(run.index))
         backward_pass.at_end(partial(self._whole_backward_ended, run))
 
     def _mark_alive(self, mark: Mark) -> None:

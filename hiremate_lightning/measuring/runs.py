@@ -33,7 +33,6 @@ class Run:
     released_bytes: int = 0  # bytes of `made_outside` that the backward has freed: only saved values held them
     # By output: a function that returns whether the output's storage lives, and the storage's identity.
     outputs: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
-    alive: tuple[int, ...] | None = None  # outputs that lived when the backward ended; None before then
     missing: frozenset[int] = frozenset()  # positions of outputs whose gradients did not arrive
     # Bytes of each tangent (gradient of an output). An expanded tangent takes less than its shape says. A storage that
     # several tangents share counts for the first one.

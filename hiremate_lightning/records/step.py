@@ -10,6 +10,7 @@ decisions of the step among its calls. CONTRIBUTING.md draws each word for memor
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -39,9 +40,6 @@ class Gap:
     held_bytes: int = 0
     peak_bytes: int = 0  # most bytes live at once
     has_others: bool = False  # whether backwards of earlier steps' forwards run here; their memory is left out
-    # Only for stages of `Call.before_deaths`: the outputs, of this and earlier calls, that live during the stage. The
-    # peak then counts from the end of the forward, above the bytes live there without the outputs that have died.
-    alive: tuple[Output, ...] = ()
 
     def holding(self, size_bytes: int) -> Gap:
         """Return a copy that holds more bytes, or fewer if `size_bytes` is below 0."""
@@ -57,6 +55,20 @@ class Gap:
         return replace(self, held_bytes=held_bytes, peak_bytes=math.ceil(growth * self.peak_bytes))
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of the uncaptured code after a forward: the code up to the free of an output, or to the backward's call.
+
+    Its peak counts above the bytes that live at the end of the forward, without the outputs that were freed since then.
+    """
+
+    peak_bytes: int = 0  # most bytes live at once
+    held: tuple[Output, ...] = ()  # outputs, of this and earlier calls, that are in memory during the stage
+
+
+HELD_TO_THE_END = sys.maxsize  # in `Call.held_until`: to the end of the step
+
+
 @dataclass(frozen=True)
 class Call:
     """One run of a captured graph within a step, forward and backward."""
@@ -65,25 +77,23 @@ class Call:
     profile: Profile  # costs of the graph's nodes
     # For each input on the storage of an earlier call's output: that output.
     links: dict[int, Output] = field(default_factory=dict)
-    alive: tuple[int, ...] = ()  # outputs that live when this call's backward has ended; they stay to the step's end
     died: tuple[int, ...] = ()  # outputs that are freed in the uncaptured code after the forward
-    # Outputs that uncaptured code holds into the backward, each with the number of backwards that have run when the
-    # output is freed.
-    lingering: tuple[tuple[int, int], ...] = ()
-    beside_after: tuple[Output, ...] = ()  # earlier calls' outputs that live when the code after this forward ends
+    # For outputs that are in memory for longer: the number of the step's forwards and backwards that have run when
+    # uncaptured code frees them, or `HELD_TO_THE_END`. Up to the first backward, saved outputs count as held too.
+    held_until: dict[int, int] = field(default_factory=dict)
     # Gradients that uncaptured code or another call consumes; the call's other gradients stay to the end of the step.
     passed_on: tuple[int, ...] = ()
     released_bytes: int = 0  # bytes of inputs that uncaptured code made in the step and that the backward frees
     outlasting: tuple[int, ...] = ()  # gradients of outputs that live until uncaptured code runs after the backward
     is_retained: bool = False  # whether the backward frees no saved values, because it will run again
-    # Stages of the uncaptured code after the forward, up to the last death of an output (of this or an earlier call)
-    # and up to the call of the backward.
-    before_deaths: tuple[Gap, ...] = ()
-    # Number of `before_deaths` that run before the backward is called, where stale bytes end; None if not measured.
+    # The uncaptured code after the forward, up to the last free of an output (of this or an earlier call) and up to the
+    # call of the backward.
+    stages: tuple[Stage, ...] = ()
+    # Number of stages that run before the call of the backward, where stale bytes end; None if not measured.
     called_at: int | None = None
     before_forward: Gap = Gap()  # uncaptured code before the first forward; empty for later calls
-    # Uncaptured code after this forward and `before_deaths`, up to the next call. Its peak counts above the bytes that
-    # live without the outputs that died.
+    # Uncaptured code after this forward and its stages, up to the next call. Its peak counts above the bytes that live
+    # without the outputs that died.
     after_forward: Gap = Gap()
     # Uncaptured code between the previous backward and this one; empty for the first backward. `held_bytes` may be
     # negative.
@@ -93,15 +103,14 @@ class Call:
     @property
     def outside_bytes(self) -> int:
         """The sum of the peaks of the uncaptured code around this call."""
-        gaps = (self.before_forward, *self.before_deaths, self.after_forward, self.before_backward, self.after_backward)
-        return sum(gap.peak_bytes for gap in gaps)
+        gaps = (self.before_forward, self.after_forward, self.before_backward, self.after_backward)
+        return sum(gap.peak_bytes for gap in gaps) + sum(stage.peak_bytes for stage in self.stages)
 
     def with_gaps(self, change: Callable[[Gap], Gap]) -> Call:
         """Return a copy with each of its gaps changed."""
         return replace(
             self,
             before_forward=change(self.before_forward),
-            before_deaths=tuple(map(change, self.before_deaths)),
             after_forward=change(self.after_forward),
             before_backward=change(self.before_backward),
             after_backward=change(self.after_backward),
@@ -117,7 +126,8 @@ class Call:
         counts = [[math.prod(g.tensors[t].shape) for t in (*g.inputs, *g.outputs)] for g in (self.graph, graph)]
         growth = max([1.0, *(new / max(1, old) for old, new in zip(*counts, strict=True))])
         grown = self.with_gaps(lambda gap: gap.grown(growth))
-        return replace(grown, graph=replace(graph, held=self.graph.held).like(graph), profile=profile)
+        stages = tuple(replace(stage, peak_bytes=math.ceil(growth * stage.peak_bytes)) for stage in self.stages)
+        return replace(grown, graph=replace(graph, held=self.graph.held).like(graph), profile=profile, stages=stages)
 
     def without_gradients(self, tensors: Collection[int]) -> Call:
         """Return a copy in which some gradients are freed after their last read."""
@@ -253,7 +263,6 @@ class _Merger:
         self.stale_until: int | None = None  # the outside node after which no stale bytes live
         self.left_until: int | None = None  # the outside node after which no left bytes live
         self.after_forward: list[int] = []  # the outside node after each forward
-        self.before_backward: dict[int, int] = {}  # call -> the outside node before its backward
         self.after_backwards: list[int] = []  # the outside node after each backward, in their order
         self.spans: dict[int, tuple[int, int]] = {}
         self.held_by: dict[int, int] = {}  # outside node -> the storage of its `held_bytes`
@@ -279,7 +288,8 @@ class _Merger:
         self.nodes.extend(node.behind(nodes, tensors) if index else node for node in graph.nodes)
         self.costs.extend(zip(call.profile.time_ms, call.profile.workspace_bytes, strict=True))
         self.owners.extend((index, position) for position in range(len(graph.nodes)))
-        self.held.extend(t + tensors for t in (*call.alive, *graph.held))
+        stay = (output for output, until in call.held_until.items() if until == HELD_TO_THE_END)
+        self.held.extend(t + tensors for t in (*stay, *graph.held))
 
     def _numbers(self, outputs: Iterable[Output]) -> list[int]:
         """Return the indices in the step of tensors of calls."""
@@ -292,73 +302,90 @@ class _Merger:
         is_last = index + 1 == len(self.calls)
         if is_last and self.left_bytes:
             self.left_until = self._add_outside(Gap(), self._numbers((index, t) for t in call.graph.outputs))
-        for count, stage in enumerate(call.before_deaths, start=1):
-            place = self._add_outside(stage, self._numbers(stage.alive))
+        for count, stage in enumerate(call.stages, start=1):
+            place = self._add_outside(Gap(peak_bytes=stage.peak_bytes), self._numbers(stage.held))
             if count == call.called_at:
                 self.stale_until = place
-        left = ((index, t) for t in call.graph.outputs if t not in call.died)
-        stay = ((c, t) for c, t in call.beside_after if not (is_last and t in dict(self.calls[c].lingering)))
+        own = ((index, t) for t in call.graph.outputs if t not in call.died)
         links = {} if is_last else self.calls[index + 1].links
-        read, handed = self._numbers((*left, *stay, *links.values())), self._numbers((index + 1, t) for t in links)
+        read = self._numbers((*own, *self._held_after_forward(index), *links.values()))
+        handed = self._numbers((index + 1, t) for t in links)
         self.after_forward.append(self._add_outside(call.after_forward, read, handed))
         if call.called_at is None:
             self.stale_until = self.after_forward[-1]
 
-    def _add_backward(self, index: int, previous: int | None) -> None:
-        """Append a backward, after uncaptured code that turns the previous backward's gradients into its tangents."""
+    def _held_after_forward(self, index: int) -> list[Output]:
+        """List the outputs of earlier calls that live when the uncaptured code after a forward ends.
+
+        At the end of the last one, outputs that code holds into the backward are left out: `_hold_into_backwards`
+        appends their bytes.
+        """
+        forwards, ended = len(self.calls), index + 1
+        return [
+            (call, output)
+            for call in range(index)
+            for output, until in self.calls[call].held_until.items()
+            if until >= ended and (ended < forwards or until in (forwards, HELD_TO_THE_END))
+        ]
+
+    def _add_backward(self, index: int, following: int | None) -> None:
+        """Append a backward, and the uncaptured code after it, which turns its gradients into the next one's tangents.
+
+        The code reads the gradients that the backward has passed on, and those that outlast the backward.
+        """
         call = self.calls[index]
-        if previous is not None:
-            handed = self._numbers((index, t) for t in call.graph.tangents)
-            self._add_outside_after_backward(previous, call.before_backward, handed)
-            self.before_backward[index] = self.after_backwards[-1]
         self.spans[index] = (len(self.backward), len(call.graph.backward))
         self.backward.extend(self.node_at[index] + n for n in call.graph.backward)
-
-    def _add_outside_after_backward(self, index: int, gap: Gap, handed: Sequence[int] = ()) -> None:
-        """Append uncaptured code that reads the gradients which a backward has passed on or which outlast it."""
-        call = self.calls[index]
         read = self._numbers((index, t) for t in (*call.passed_on, *call.outlasting))
+        gap, handed = call.after_backward, list[int]()
+        if following is not None:
+            gap = self.calls[following].before_backward
+            handed = self._numbers((following, t) for t in self.calls[following].graph.tangents)
         self.after_backwards.append(self._add_outside(gap, read, handed, Direction.BACKWARD))
 
     def merge(self) -> Step:
         """Append forwards and backwards in their order, then the bytes that live from one outside node to another."""
-        calls, order = self.calls, self.backward_order
-        for index in range(len(calls)):
+        order = self.backward_order
+        for index in range(len(self.calls)):
             self._add_forward(index)
-        for previous, index in zip((None, *order), order, strict=False):
-            self._add_backward(index, previous)
-        self._add_outside_after_backward(order[-1], calls[order[-1]].after_backward)
+        for index, following in zip(order, (*order[1:], None), strict=True):
+            self._add_backward(index, following)
         beginning = self._add_beginning()
-        self._give_back_between_forwards(beginning)
-        for index, outside in zip(order, self.after_backwards, strict=True):
-            holders = [*reversed(self.after_forward[:index]), beginning]
-            self._give_back(calls[index].released_bytes, holders, outside)
-        self._let_linger()
-        self._give_back_between_backwards(beginning)
-        first, last, end = order[0], order[-1], len(calls) - 1
-        numbered = list(enumerate(calls))
-        gradients = self._numbers(
-            (i, t) for i, call in numbered for t in call.graph.gradients if t not in call.passed_on or i == last
-        )
-        retained = ((i, t) for i, call in numbered if call.is_retained for t in range(len(call.graph.tensors)))
-        graph = Graph(
+        self._free_between_forwards(beginning)
+        self._free_released_inputs(beginning)
+        self._hold_into_backwards()
+        self._free_between_backwards(beginning)
+        graph = self._graph()
+        spans = tuple(self.spans[call] for call in range(len(self.calls)))
+        return Step(graph, self._profile(graph), tuple(self.owners), spans, tuple(self.storage_at))
+
+    def _graph(self) -> Graph:
+        """Return the graph of all records; its inputs, outputs and gradients are those of the calls, without links."""
+        first, last, calls = self.backward_order[0], self.backward_order[-1], list(enumerate(self.calls))
+        end, returning = calls[-1]
+        inputs = ((i, t) for i, call in calls for t in call.graph.inputs if t not in call.links)
+        gradients = ((i, t) for i, call in calls for t in call.graph.gradients if t not in call.passed_on or i == last)
+        retained = ((i, t) for i, call in calls if call.is_retained for t in range(len(call.graph.tensors)))
+        return Graph(
             nodes=tuple(self.nodes),
             tensors=tuple(self.tensors),
             storages=tuple(self.storages),
             forward=tuple(self.forward),
             backward=tuple(self.backward),
-            inputs=tuple(self._numbers((i, t) for i, c in numbered for t in c.graph.inputs if t not in c.links)),
-            tangents=tuple(self._numbers((first, t) for t in calls[first].graph.tangents)),
-            outputs=tuple(self._numbers((end, t) for t in calls[end].graph.outputs if t not in calls[end].died)),
-            gradients=tuple(dict.fromkeys(gradients)),
+            inputs=tuple(self._numbers(inputs)),
+            tangents=tuple(self._numbers((first, t) for t in self.calls[first].graph.tangents)),
+            outputs=tuple(self._numbers((end, t) for t in returning.graph.outputs if t not in returning.died)),
+            gradients=tuple(dict.fromkeys(self._numbers(gradients))),
             held=tuple(dict.fromkeys(self.held)),
             retained=tuple(self._numbers(retained)),
         )
-        saved_bytes, (times, workspaces) = taken_bytes(graph), zip(*self.costs, strict=True)
-        workspaces = tuple(size - saved_bytes.get(node, 0) for node, size in enumerate(workspaces))
-        profile = replace(calls[0].profile, time_ms=times, workspace_bytes=workspaces)
-        spans = tuple(self.spans[call] for call in range(len(calls)))
-        return Step(graph, profile, tuple(self.owners), spans, tuple(self.storage_at))
+
+    def _profile(self, graph: Graph) -> Profile:
+        """Return the costs of all nodes; a result that takes the memory of a dying value needs less workspace."""
+        taken = taken_bytes(graph)
+        times, workspaces = zip(*self.costs, strict=True)
+        workspaces = tuple(size - taken.get(node, 0) for node, size in enumerate(workspaces))
+        return replace(self.calls[0].profile, time_ms=times, workspace_bytes=workspaces)
 
     def _add_beginning(self) -> int:
         """Insert the outside node before the first forward; stale and left bytes live from it on. Return the node."""
@@ -370,28 +397,36 @@ class _Merger:
             self._hold_between(LEFT_OUTPUTS, self.left_bytes, node, self.left_until)
         return node
 
-    def _let_linger(self) -> None:
-        """Append storages for the lingering outputs, from the last forward to the backward that frees them."""
+    def _hold_into_backwards(self) -> None:
+        """Append the bytes of outputs that code holds into the backward, from the last forward to their free."""
+        forwards = len(self.calls)
         for call in self.calls:
-            storages = {call.graph.tensors[t].storage: ended for t, ended in call.lingering}
-            for storage, ended in storages.items():
+            held = ((t, until) for t, until in call.held_until.items() if forwards < until < HELD_TO_THE_END)
+            storages = {call.graph.tensors[t].storage: until for t, until in held}
+            for storage, until in storages.items():
                 if storage is not None:
-                    size_bytes, reader = call.graph.sizes[storage], self.after_backwards[ended - 1]
-                    self._hold_between("lingering", size_bytes, self.after_forward[-1], reader)
+                    freer = self.after_backwards[until - forwards - 1]
+                    self._hold_between("lingering", call.graph.sizes[storage], self.after_forward[-1], freer)
 
-    def _give_back_between_forwards(self, beginning: int) -> None:
+    def _free_between_forwards(self, beginning: int) -> None:
         """Let the gap after a forward free its negative `held_bytes`, which earlier gaps hold.
 
         The first of these bytes are the stale ones, which have a storage of their own. If the call of the backward was
         measured, negative `held_bytes` do not include stale bytes.
         """
         stale_bytes = 0 if any(call.called_at is not None for call in self.calls) else self.stale_bytes
-        for index, (call, giver) in enumerate(zip(self.calls, self.after_forward, strict=True)):
-            owed_bytes = max(0, -call.after_forward.held_bytes)
-            stale_bytes, owed_bytes = max(0, stale_bytes - owed_bytes), max(0, owed_bytes - stale_bytes)
-            self._give_back(owed_bytes, (*reversed(self.after_forward[:index]), beginning), giver)
+        for index, (call, freer) in enumerate(zip(self.calls, self.after_forward, strict=True)):
+            freed_bytes = max(0, -call.after_forward.held_bytes)
+            stale_bytes, freed_bytes = max(0, stale_bytes - freed_bytes), max(0, freed_bytes - stale_bytes)
+            self._free(freed_bytes, (*reversed(self.after_forward[:index]), beginning), freer)
 
-    def _give_back_between_backwards(self, beginning: int) -> None:
+    def _free_released_inputs(self, beginning: int) -> None:
+        """Let the code after each backward free the inputs of the call that the backward has released."""
+        for index, freer in zip(self.backward_order, self.after_backwards, strict=True):
+            holders = (*reversed(self.after_forward[:index]), beginning)
+            self._free(self.calls[index].released_bytes, holders, freer)
+
+    def _free_between_backwards(self, beginning: int) -> None:
         """Let the gap before a backward free its negative `held_bytes`, which earlier gaps hold.
 
         The gap after the same call's forward comes first: a loss in the middle of a model holds bytes there. Then come
@@ -399,21 +434,20 @@ class _Merger:
         backward of the next unit.
         """
         earlier = [beginning, *self.after_forward]
-        for index, giver in self.before_backward.items():
-            owed_bytes = -self.calls[index].before_backward.held_bytes
-            self._give_back(owed_bytes, (self.after_forward[index], *reversed(earlier)), giver)
-            earlier.append(giver)
+        for index, freer in zip(self.backward_order[1:], self.after_backwards, strict=False):
+            freed_bytes = -self.calls[index].before_backward.held_bytes
+            self._free(freed_bytes, (self.after_forward[index], *reversed(earlier)), freer)
+            earlier.append(freer)
 
-    def _give_back(self, size_bytes: int, holders: Sequence[int], giver: int) -> None:
+    def _free(self, size_bytes: int, holders: Sequence[int], freer: int) -> None:
         """Let an outside node free up to `size_bytes` that other outside nodes hold, the first holders first."""
         for holder in holders:
-            held = self.held_by[holder]
-            given_bytes = min(self.storages[held].size_bytes, max(0, size_bytes))
-            if given_bytes:
-                left_bytes = self.storages[held].size_bytes - given_bytes
-                self.storages[held] = replace(self.storages[held], size_bytes=left_bytes)
-                self._hold_between("given_back", given_bytes, holder, giver)
-                size_bytes -= given_bytes
+            storage = self.storages[self.held_by[holder]]
+            freed_bytes = min(storage.size_bytes, max(0, size_bytes))
+            if freed_bytes:
+                self.storages[self.held_by[holder]] = replace(storage, size_bytes=storage.size_bytes - freed_bytes)
+                self._hold_between("given_back", freed_bytes, holder, freer)
+                size_bytes -= freed_bytes
 
     def _hold_between(self, name: str, size_bytes: int, producer: int, reader: int) -> None:
         """Append a tensor whose bytes live from one outside node to another."""

@@ -11,7 +11,7 @@ from hiremate_lightning.measuring.left import LeftOutputs
 from hiremate_lightning.measuring.recorded_calls import calls_of
 from hiremate_lightning.measuring.recording import StepRecord
 from hiremate_lightning.measuring.resident import Resident
-from hiremate_lightning.records.step import Call
+from hiremate_lightning.records.step import HELD_TO_THE_END, Call
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import assert_foreseen, network
 
@@ -85,7 +85,7 @@ def test_a_gradient_of_a_leaf_stays():
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_outputs_are_alive_where_someone_holds_them(is_kept):
+def test_outputs_that_someone_holds_stay_to_the_end(is_kept):
     kept = []
 
     def step(model):
@@ -96,9 +96,8 @@ def test_outputs_are_alive_where_someone_holds_them(is_kept):
         del output
         loss.backward()
 
-    record, *_ = record_of(step)
-    (run,) = record.runs
-    assert run.alive == (run.graph.outputs if is_kept else ())
+    _, (call,), _ = record_of(step)
+    assert list(call.held_until.values()) == ([HELD_TO_THE_END] if is_kept else [])
 
 
 @pytest.mark.parametrize("is_held", [True, False])
@@ -119,8 +118,8 @@ def test_what_other_code_holds_or_needs_for_a_moment_is_measured(is_held):
         assert call.after_forward.peak_bytes >= 5 * SIZE
     else:
         assert call.after_forward.held_bytes < SIZE
-        assert call.called_at == len(call.before_deaths) == 1
-        assert call.before_deaths[0].peak_bytes >= 5 * SIZE > call.after_forward.peak_bytes
+        assert call.called_at == len(call.stages) == 1
+        assert call.stages[0].peak_bytes >= 5 * SIZE > call.after_forward.peak_bytes
 
 
 class Embedded(nn.Module):
@@ -212,8 +211,8 @@ def test_outside_code_does_not_hold_what_the_next_part_consumes():
         model.decoder = shifted()
         return model
 
-    record, calls, _ = record_of(chained, make)
-    assert record.runs[0].alive == ()
+    _, calls, _ = record_of(chained, make)
+    assert HELD_TO_THE_END not in calls[0].held_until.values()
     assert calls[0].after_forward.held_bytes == 0
 
 

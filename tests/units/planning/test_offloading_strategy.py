@@ -37,7 +37,7 @@ from hiremate_lightning.records.offload import (
 )
 from hiremate_lightning.records.schedule import CopyOut, Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import simulate
-from hiremate_lightning.records.step import Call, Gap, Step, merge
+from hiremate_lightning.records.step import Call, Step, merge
 from tests.behaviour.processes.test_shared_solving import Store
 from tests.tiny import chain, room, transformer
 
@@ -230,7 +230,7 @@ def two_calls() -> tuple[Step, list[Call]]:
     for index in range(2):
         graph, profile = chain(6)
         links = {graph.inputs[0]: (0, graph.outputs[0])} if index else {}
-        calls.append(Call(graph, replace(profile, link=FAST), links=links, after_forward=Gap(), before_backward=Gap()))
+        calls.append(Call(graph, replace(profile, link=FAST), links=links))
     return merge(calls, [1, 0]), calls
 
 

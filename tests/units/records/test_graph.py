@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hiremate_lightning.records.graph import Direction, Node, StorageKind
-from hiremate_lightning.records.step import Call, Gap
+from hiremate_lightning.records.step import Call, Gap, Stage
 from tests.tiny import Builder, chain, shaped
 
 
@@ -86,16 +86,16 @@ def test_needed_is_what_the_backward_reads_or_returns_of_what_was_there_before_i
 
 def test_a_step_is_foreseen_at_another_size_with_the_outside_as_it_grows():
     graph, profile = chain(3)
-    gap, stage = Gap(10, 101), Gap(peak_bytes=7)
-    call = Call(shaped(graph, (6, 10)), profile, before_deaths=(stage,), after_forward=gap, before_backward=gap)
+    gap, stage = Gap(10, 101), Stage(peak_bytes=7)
+    call = Call(shaped(graph, (6, 10)), profile, stages=(stage,), after_forward=gap, before_backward=gap)
 
     larger = call.at_size(shaped(graph, (6, 15)), profile)
     assert larger.graph == shaped(graph, (6, 15))
     assert (larger.after_forward, larger.before_backward, larger.before_forward) == (Gap(15, 152), Gap(15, 152), Gap())
-    assert larger.before_deaths == (Gap(peak_bytes=11),)
+    assert larger.stages == (Stage(peak_bytes=11),)
 
     smaller = call.at_size(shaped(graph, (6, 5)), profile)
-    assert (smaller.after_forward, smaller.before_deaths) == (gap, (stage,))
+    assert (smaller.after_forward, smaller.stages) == (gap, (stage,))
 
     assert call.at_size(*chain(4)) is None
 

@@ -14,7 +14,7 @@ from hiremate_lightning.planning.solvers.model import StepModel, decisions
 from hiremate_lightning.records.graph import OUTSIDE, Direction, Graph, StorageKind
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate, simulate_eager
-from hiremate_lightning.records.step import Call, Gap, Step, merge
+from hiremate_lightning.records.step import HELD_TO_THE_END, Call, Gap, Stage, Step, merge
 from tests.helpers import lazy_rows, random_graph
 from tests.tiny import KB, Builder, chain, recompute_lazily
 
@@ -177,7 +177,7 @@ def test_stale_bytes_are_freed_first_if_their_end_is_unknown(sees_call, live_byt
     def live(held_bytes, given_bytes):
         first, last = two_calls(3, gap_after_first=Gap(held_bytes, held_bytes), gap_after_second=Gap(-given_bytes, 0))
         if sees_call:
-            last = replace(last, before_deaths=(Gap(peak_bytes=0),), called_at=1)
+            last = replace(last, stages=(Stage(),), called_at=1)
         return live_at_the_end(merge([first, last], [1, 0], stale_bytes=200))
 
     assert live(1000, 300) - live(0, 0) == live_bytes
@@ -205,7 +205,8 @@ def test_what_lingers_keeps_its_place_where_the_last_forward_gives_back():
     def live_at_the_turn(held_bytes):
         first, second = Call(*chain(3)), Call(*chain(3))
         held, given = Gap(held_bytes, held_bytes), Gap(-held_bytes, 0)
-        second = replace(second, after_forward=held, before_backward=given, lingering=((second.graph.outputs[0], 2),))
+        held_until = {second.graph.outputs[0]: 4}
+        second = replace(second, after_forward=held, before_backward=given, held_until=held_until)
         step = merge([first, second], [0, 1])
         simulation = simulated(step)
         return simulation.timeline[simulation.turn].live_bytes
@@ -255,7 +256,7 @@ def test_stale_gradients_count_in_the_forward_and_are_gone_in_the_backward():
 
 def test_stale_gradients_are_gone_when_the_backward_is_called():
     graph, profile = chain(3)
-    call = Call(graph, profile, before_deaths=(Gap(peak_bytes=500),), after_forward=Gap(0, 2000))
+    call = Call(graph, profile, stages=(Stage(peak_bytes=500),), after_forward=Gap(0, 2000))
 
     def peaks(called_at):
         step = merge([replace(call, called_at=called_at)], [0], stale_bytes=10_000)
@@ -270,8 +271,8 @@ def test_stale_gradients_are_gone_when_the_backward_is_called():
 @pytest.mark.parametrize("calls", [1, 2])
 def test_outputs_of_the_step_before_are_gone_when_the_last_forward_returns(calls):
     graph, profile = chain(3)
-    stages = (Gap(peak_bytes=500),)
-    made = [replace(c, before_deaths=stages) for c in ([Call(graph, profile)] if calls == 1 else two_calls(3))]
+    stages = (Stage(peak_bytes=500),)
+    made = [replace(c, stages=stages) for c in ([Call(graph, profile)] if calls == 1 else two_calls(3))]
 
     def peaks(left_bytes):
         step = merge(made, list(reversed(range(calls))), left_bytes=left_bytes)
@@ -290,7 +291,7 @@ def test_outputs_of_the_step_before_are_gone_when_the_last_forward_returns(calls
 def test_outputs_that_someone_holds_are_never_given_back():
     graph, profile = chain(3)
     output = graph.outputs[0]
-    free, held = (merge([Call(graph, profile, alive=alive)], [0]) for alive in ((), (output,)))
+    free, held = (merge([Call(graph, profile, held_until=held)], [0]) for held in ({}, {output: HELD_TO_THE_END}))
     assert peak_of(held, everything_recomputed(held)) == peak_of(free, everything_recomputed(free)) + 100
 
 
@@ -336,7 +337,8 @@ def test_a_gradient_takes_the_memory_of_a_value_that_dies():
 )
 def test_a_value_that_is_needed_later_keeps_its_memory(others, is_held):
     graph, profile, logits = loss_at_the_end(**others)
-    assert workspace_of_the_gradient(merge([Call(graph, profile, alive=(logits,) if is_held else ())], [0])) == 20
+    call = Call(graph, profile, held_until={logits: HELD_TO_THE_END} if is_held else {})
+    assert workspace_of_the_gradient(merge([call], [0])) == 20
 
 
 def test_another_call_that_reads_a_value_in_its_backward_keeps_its_memory():
