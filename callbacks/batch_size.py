@@ -54,7 +54,8 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
         batch_arg_name: Name of the attribute of the module, the data module, or their hparams that holds the size: the
             batch size, a sequence length, any whole number that the batch grows with.
         margin: Share of what the budget leaves beside weights and optimizer that predictions must leave free.
-        max_val: Largest size to find: the length of the data set, say, where HiRemateBatchSizeFinder stops by itself.
+        max_val: Largest size to find: the length of the data set, say, at which HiRemateBatchSizeFinder stops by
+            itself.
         budget: Bytes ("12 GiB", an int) or "auto"; None for that of the HiRemateCallback, else "auto".
         max_overhead: Most predicted overhead to accept, a ratio.
         objective: "largest", or "throughput" for the most samples per second.

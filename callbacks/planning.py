@@ -41,17 +41,17 @@ class HiRemateCallback(Callback):
             module's `forward` where `training_step` calls it, else for the outermost submodules that it calls.
         time_limit_s: Seconds for solving one plan, counted as the work of an idle core: a busy machine takes longer and
             finds the same. The clock ends it after 10 s and four times as long, with a warning.
-        max_plans: Most plans to make, one for each step signature (input shapes, for example). Beyond it, a step runs
-            as was planned for another input shape, where that fits, or else at the least memory.
-        on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
+        max_plans: Most plans to make, one for each step signature (input shapes, for example). After that, a step runs
+            by the plan of another input shape if it fits, else at the least memory.
+        on_infeasible: "raise" if nothing fits the budget, or "warn" to train on with the least memory found.
         cache_dir: Folder for measured costs and plans, reused by later runs; None for no files.
         solver: Leave it at the default, "portfolio", the best of several strategies. The others are for comparison:
             "segments", without a MIP solver; "none"; or a method of a paper: "hilp", "rockmate", "rotor", "pofo",
             "min_memory", "twremat", "checkmate", "checkmate_lp", "chen", "dtr"; see docs/formulation.md.
         compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own; see
             docs/compiled.md.
-        offload: "auto" to let plans put values into the host's memory between forward and backward, where that is
-            faster than to compute them again or nothing else fits, in up to half of what the host has free; "always
+        offload: "auto" to let plans put values into the host's memory between forward and backward if that is faster
+            than to compute them again, or if nothing else fits, in up to half of what the host has free; "always
             allowed" for as much as host_budget names; "off" for never. See docs/offloading.md.
         host_budget: Most bytes of the host's memory for offloaded values, of this process ("64 GiB", an int); "auto"
             for half of what is free as planning begins, shared by the processes of a machine.

@@ -1,7 +1,7 @@
-"""What users can ask for: each option with its type, default, allowed values and meaning, told here and nowhere else.
+"""What users can ask for: each option with its type, default, allowed values and meaning, stated here only.
 
 An option is a field of `SessionOptions` (training within a budget) or of `SizeOptions` (searching for the largest
-batch). Its `Option` says all there is to say. Error messages and the flags of `hiremate run` are made from it;
+batch). Error messages and the flags of the command `hiremate` are made from its `Option`;
 signatures and docstrings of the entry points, the table of docs/api.md, and the messages in docs/troubleshooting.md are
 written from it by `python -m tests.option_docs --write`, and test_options.py compares them.
 
@@ -21,7 +21,7 @@ from typing import Any, Literal
 from .errors import ConfigurationError
 from .units import Budget, parse_budget
 
-ENVIRONMENT_BUDGET = "HIREMATE_BUDGET"  # names the budget where a script or a launcher names none
+ENVIRONMENT_BUDGET = "HIREMATE_BUDGET"  # the budget if neither script nor launcher names one
 BUDGET_MEANING = (
     'Bytes ("12 GiB", "800 MB", an int) that must not be passed at any moment of a training step, all that is '
     'allocated on the device included; or a share ("60%", a float in (0, 1]) of what the unplanned step adds to '
@@ -57,28 +57,28 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """All that is to be known of an option."""
+    """The name, type, default, meaning, allowed values and flag of an option."""
 
     name: str
     annotation: str  # type of the argument, as signatures write it
-    default: Any  # the argument where it is left out
+    default: Any  # value of the argument if it is left out
     meaning: str  # what it does, with its unit, as docstrings say it
-    allowed: str = ""  # the values that are, as they follow "must be" in an error message; "" where reading decides
+    allowed: str = ""  # the allowed values, after "must be" in an error message; "" if `read` refuses the others
     is_allowed: Callable[[Any], bool] = lambda value: True
-    read: Callable[[Any], Any] = lambda value: value  # turns an allowed value into what the package works with
+    read: Callable[[Any], Any] = lambda value: value  # converts an allowed value to the one in the record
     hint: str = ""  # follows the error message of a value that is not allowed
-    flag: Flag | None = None  # the option of `hiremate run`; None where a command line can't name it
+    flag: Flag | None = None  # the option of `hiremate run`; None if a command line can't express it
 
     @property
     def flag_name(self) -> str:
-        """Name of its flag: units are in the help there."""
+        """The name of the flag, without the unit, which is in its help."""
         return "--" + self.name.removesuffix("_s").replace("_", "-")
 
     def value_of(self, given: Any) -> Any:
-        """Check an argument, and read it.
+        """Check an argument, and return the value of the record.
 
         Raises:
-            ConfigurationError: If it is not allowed.
+            ConfigurationError: If the argument is not allowed.
         """
         if not self.is_allowed(given):
             hint = f". {self.hint}" if self.hint else ""
@@ -87,7 +87,7 @@ class Option:
 
 
 def _option(annotation: str, default: Any, meaning: str, **more: Any) -> Any:
-    """Make a field of a record of options, which RUF009 can't see; `_options_of` adds its name."""
+    """Make a field of a record of options, which RUF009 takes for a mutable default; `_options_of` adds the name."""
     option = Option("", annotation, default, meaning, **more)
     return field(default=option.read(default), metadata={"option": option})
 
@@ -109,7 +109,7 @@ class NamedSize:
     """A dimension of an argument, and the sizes that it will have."""
 
     argument: str
-    dimension: int  # from the end where it is below 0
+    dimension: int  # below 0 for one counted from the end
     least: int  # the smallest size
     most: int  # the largest size
 
@@ -118,7 +118,7 @@ class NamedSize:
 
 
 def _can_be_written(folder: Any) -> bool:
-    """Whether a folder is there, or can be made, and be written to: permissions alone do not tell root."""
+    """Whether a folder exists or can be made, and can be written to; it is tried, since permissions don't bind root."""
     if folder is None:
         return True
     path = Path(folder).absolute()
@@ -131,7 +131,7 @@ def _can_be_written(folder: Any) -> bool:
 
 
 def _named_sizes(sizes: Sizes | None) -> tuple[NamedSize, ...]:
-    """Read the sizes that arguments will have; refuse what does not name argument, dimension and range."""
+    """Read the sizes that arguments will have; refuse a size without argument, dimension or range."""
     named_sizes = []
     for argument, dimensions in ({} if sizes is None else _items(sizes)).items():
         for dimension, ends in _items(dimensions).items():
@@ -156,7 +156,7 @@ def _items(value: Any) -> Mapping[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """What a session was asked for: one field for each option, as it was read."""
+    """The options of a session: one field for each option, with the value that `Option.read` returns."""
 
     budget: Budget = _option("int | float | str", "auto", BUDGET_MEANING, read=parse_budget)  # noqa: RUF009
     time_limit_s: float = _option(
@@ -171,8 +171,8 @@ class SessionOptions:
     max_plans: int = _option(
         "int",
         8,
-        "Most plans to make, one for each step signature (input shapes, for example). Beyond it, a step runs as was "
-        "planned for another input shape, where that fits, or else at the least memory.",
+        "Most plans to make, one for each step signature (input shapes, for example). After that, a step runs by "
+        "the plan of another input shape if it fits, else at the least memory.",
         allowed="at least 1",
         is_allowed=lambda value: isinstance(value, int) and value >= 1,
         flag=Flag("most plans to make, one for each step signature", int, metavar="COUNT"),
@@ -180,10 +180,10 @@ class SessionOptions:
     on_infeasible: str = _option(
         "str",
         "raise",
-        '"raise" where nothing fits the budget, or "warn" to train on with the least memory found.',
+        '"raise" if nothing fits the budget, or "warn" to train on with the least memory found.',
         allowed="'raise' or 'warn'",
         is_allowed=lambda value: value in ("raise", "warn"),
-        flag=Flag("where nothing fits the budget", choices=("raise", "warn")),
+        flag=Flag("what to do if nothing fits the budget", choices=("raise", "warn")),
     )
     cache_dir: Path | None = _option(  # noqa: RUF009
         "str | Path | None",
@@ -216,8 +216,8 @@ class SessionOptions:
     offload: str = _option(
         "str",
         "off",
-        '"auto" to let plans put values into the host\'s memory between forward and backward, where that is faster '
-        "than to compute them again or nothing else fits, in up to half of what the host has free; "
+        '"auto" to let plans put values into the host\'s memory between forward and backward if that is faster '
+        "than to compute them again, or if nothing else fits, in up to half of what the host has free; "
         '"always allowed" for as much as host_budget names; "off" for never. See docs/offloading.md.',
         allowed="'off', 'auto' or 'always allowed'",
         is_allowed=lambda value: value in OFFLOADS,
@@ -283,10 +283,10 @@ STAY = tuple(name for name in OPTIONS if name not in ("budget", "verbose"))  # a
 
 
 def refuse_changes(now: SessionOptions, asked: SessionOptions) -> None:
-    """Refuse a second request that asks for more than another budget; what is left at its default asks for nothing.
+    """Refuse a second request that changes more than the budget; an argument with its default changes nothing.
 
     Raises:
-        ConfigurationError: If an argument is another one; the text names it.
+        ConfigurationError: If an argument differs; the text names it.
     """
     defaults = SessionOptions()
     for name in STAY:
@@ -302,7 +302,7 @@ def refuse_changes(now: SessionOptions, asked: SessionOptions) -> None:
 
 
 class Objective(str, Enum):
-    """What the best size is."""
+    """Which size is the best."""
 
     LARGEST = "largest"
     THROUGHPUT = "throughput"  # most samples per second
@@ -310,7 +310,7 @@ class Objective(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class SizeOptions:
-    """What to search for: one field for each option, as it was read."""
+    """The options of a search for a size: one field for each, with the value that `Option.read` returns."""
 
     init_val: int = _option(
         "int",
@@ -322,7 +322,7 @@ class SizeOptions:
     max_val: int = _option(
         "int",
         8192,
-        "Largest size to find: the length of the data set, say, where HiRemateBatchSizeFinder stops by itself.",
+        "Largest size to find: the length of the data set, say, at which HiRemateBatchSizeFinder stops by itself.",
     )
     max_overhead: float = _option(
         "float",
@@ -372,7 +372,7 @@ SEARCH_OPTIONS = {
 
 
 def make_size_options(**given: Any) -> SizeOptions:
-    """Check what a search for a size is asked for; what is left out has its default.
+    """Check the options of a search for a size; an option that is left out has its default.
 
     Raises:
         ConfigurationError: If an option is out of its range; the text names it.

@@ -96,7 +96,8 @@ def find_max_batch_size(
         validate: Takes the model and a batch, and runs one step of validation, whose memory counts too.
         stateful: What else a step changes: schedulers, a gradient scaler.
         init_val: Size of the first real step; small.
-        max_val: Largest size to find: the length of the data set, say, where HiRemateBatchSizeFinder stops by itself.
+        max_val: Largest size to find: the length of the data set, say, at which HiRemateBatchSizeFinder stops by
+            itself.
         max_overhead: Most predicted overhead to accept, a ratio.
         objective: "largest", or "throughput" for the most samples per second.
         margin: Share of what the budget leaves beside weights and optimizer that predictions must leave free.
