@@ -58,17 +58,17 @@ def hiremate(
         optimizer: Its state counts once it exists; found by itself at its first step where not given.
         time_limit_s: Seconds for solving one plan, counted as the work of an idle core: a busy machine takes longer and
             finds the same. The clock ends it after 10 s and four times as long, with a warning.
-        max_plans: Most plans to make, one for each step signature (input shapes, for example). Beyond it, a step runs
-            as was planned for another input shape, where that fits, or else at the least memory.
-        on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
+        max_plans: Most plans to make, one for each step signature (input shapes, for example). After that, a step runs
+            by the plan of another input shape if it fits, else at the least memory.
+        on_infeasible: "raise" if nothing fits the budget, or "warn" to train on with the least memory found.
         cache_dir: Folder for measured costs and plans, reused by later runs; None for no files.
         solver: Leave it at the default, "portfolio", the best of several strategies. The others are for comparison:
             "segments", without a MIP solver; "none"; or a method of a paper: "hilp", "rockmate", "rotor", "pofo",
             "min_memory", "twremat", "checkmate", "checkmate_lp", "chen", "dtr"; see docs/formulation.md.
         compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own; see
             docs/compiled.md.
-        offload: "auto" to let plans put values into the host's memory between forward and backward, where that is
-            faster than to compute them again or nothing else fits, in up to half of what the host has free; "always
+        offload: "auto" to let plans put values into the host's memory between forward and backward if that is faster
+            than to compute them again, or if nothing else fits, in up to half of what the host has free; "always
             allowed" for as much as host_budget names; "off" for never. See docs/offloading.md.
         host_budget: Most bytes of the host's memory for offloaded values, of this process ("64 GiB", an int); "auto"
             for half of what is free as planning begins, shared by the processes of a machine.
@@ -168,7 +168,7 @@ def remove_hiremate(model: Planned) -> Planned:
     Raises:
         ConfigurationError: If it is no module, and was not compiled.
     """
-    targets, session = _found(model, "remove_hiremate")
+    targets, session = _planned_by(model, "remove_hiremate")
     if targets is not None:
         targets.detach()
     elif session is not None:
@@ -186,11 +186,11 @@ def get_plan(model: nn.Module | Callable[..., Any]) -> Plan | None:
     Raises:
         ConfigurationError: If it is no module, and was not compiled.
     """
-    _, session = _found(model, "get_plan")
+    _, session = _planned_by(model, "get_plan")
     return None if session is None else session.plan
 
 
-def _found(model: Any, function: str) -> tuple[Targets | None, Session | None]:
+def _planned_by(model: Any, function: str) -> tuple[Targets | None, Session | None]:
     """Return the targets that plan a model, None if it was compiled, and the session of its plan, None for none."""
     inside = compiled_by_torch.original(model)
     if isinstance(inside, nn.Module) and (targets := targets_of(inside)) is not None:

@@ -153,23 +153,23 @@ class _Parser(OneLineParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Check names first, so that a misspelt name is not reported as a missing argument."""
-        given = [*(sys.argv[1:] if args is None else args)]
+        words = [*(sys.argv[1:] if args is None else args)]
         if self._subparsers is None:
-            known = [name for action in self._actions for name in action.option_strings]
-            for name in (text.partition("=")[0] for text in given if text.startswith("--")):
-                if not any(option.startswith(name) for option in known):
+            options = [name for action in self._actions for name in action.option_strings]
+            for name in (text.partition("=")[0] for text in words if text.startswith("--")):
+                if not any(option.startswith(name) for option in options):
                     self.error(self.no_option(name))
         else:
-            if given and given[0].startswith("--") and given[0] not in ("--help", "--version"):
-                self.error(f"options come after the command, such as plan, found {given[0]!r} before it")
-            command = next((text for text in given if not text.startswith("-")), None)
+            if words and words[0].startswith("--") and words[0] not in ("--help", "--version"):
+                self.error(f"options come after the command, such as plan, found {words[0]!r} before it")
+            command = next((text for text in words if not text.startswith("-")), None)
             if command == "help":
                 self.print_help()
                 self.exit(OK)
             if command is not None and command not in _EXAMPLES:
                 hint = did_you_mean(command, _EXAMPLES)
                 self.error(f"there is no command {command!r}.{hint} Choose one of: {', '.join(_EXAMPLES)}")
-        return super().parse_known_args(given, namespace)
+        return super().parse_known_args(words, namespace)
 
 
 class _Once(argparse.Action):

@@ -266,12 +266,12 @@ class _Looking(Finder):
         raise SystemExit(0)  # ends the script
 
 
-def script_finding(given: Sequence[str]) -> Finding:
+def script_finding(command: Sequence[str]) -> Finding:
     """Run a script up to its first training step, and report whether its model would be refused."""
     finder, fault = _Looking("auto"), ""
     try:
         with finder.in_place():
-            run_script(given, is_module=False)
+            run_script(command, is_module=False)
     except HiRemateError as error:
         fault = str(error)
     except SystemExit as stop:
@@ -279,7 +279,7 @@ def script_finding(given: Sequence[str]) -> Finding:
     except Exception as error:  # the script may raise anything
         fault = f"it failed before its first training step, {type(error).__name__}: {error}"
     if fault:
-        return Finding(given[0], Grade.BAD, fault)
+        return Finding(command[0], Grade.BAD, fault)
     if finder.words:
-        return Finding(given[0], Grade.GOOD, finder.words)
-    return Finding(given[0], Grade.KNOW, f"no training step was seen: {finder.seen.reason}")
+        return Finding(command[0], Grade.GOOD, finder.words)
+    return Finding(command[0], Grade.KNOW, f"no training step was seen: {finder.seen.reason}")

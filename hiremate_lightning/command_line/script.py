@@ -31,14 +31,14 @@ LAUNCHERS = {  # commands that only start other programs, and how to start those
 }
 
 
-def run_script(given: Sequence[str], is_module: bool, ends_process: bool = False) -> None:
-    """Run a script, and wait for its threads; `given` and `is_module` are those of `find_script`.
+def run_script(command: Sequence[str], is_module: bool, ends_process: bool = False) -> None:
+    """Run a script, and wait for its threads; `command` and `is_module` are those of `find_script`.
 
     With `ends_process`, `__main__` stays the script's module, for code that runs at exit.
     """
-    name = find_script(given, is_module)
+    name = find_script(command, is_module)
     before, first = sys.argv, sys.path[0] if sys.path else None
-    sys.argv = [name, *given[1:]]
+    sys.argv = [name, *command[1:]]
     folder = str(Path.cwd() if is_module else Path(name).resolve().parent)
     if first is not None and not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder  # replaces the folder of the command
@@ -56,15 +56,15 @@ def run_script(given: Sequence[str], is_module: bool, ends_process: bool = False
 # ---------------------------------------------------------------- what to run
 
 
-def find_script(given: Sequence[str], is_module: bool = False) -> str:
+def find_script(command: Sequence[str], is_module: bool = False) -> str:
     """Return the file or module to run: a path, a command that is a Python script (`trl`), or a module.
 
-    `given` is the name, followed by the script's arguments.
+    `command` is the name, followed by the script's arguments.
 
     Raises:
         ConfigurationError: If there is no such script, or if it is a launcher.
     """
-    launcher, name = launcher_of(["-m", *given] if is_module else given), given[0]
+    launcher, name = launcher_of(["-m", *command] if is_module else command), command[0]
     if launcher is not None:
         raise ConfigurationError(
             f"{launcher} starts programs of its own, which would have no plan. Start it so: {LAUNCHERS[launcher]}"
@@ -72,17 +72,17 @@ def find_script(given: Sequence[str], is_module: bool = False) -> str:
     is_package = Path(name).is_dir() and not (Path(name) / "__main__.py").exists()
     if is_module or (Path(name).exists() and not is_package):
         return name
-    command = shutil.which(name) if Path(name).name == name else None
-    if command is not None:
-        with Path(command).open("rb") as file:
+    program = shutil.which(name) if Path(name).name == name else None
+    if program is not None:
+        with Path(program).open("rb") as file:
             first = file.readline(512)
         if first.startswith(b"#!") and b"python" in first:
-            return command
+            return program
     if INTERPRETER.fullmatch(Path(name).name):
-        rest = " ".join(given[1:2]) or "train.py"
+        rest = " ".join(command[1:2]) or "train.py"
         raise ConfigurationError(f"{name!r} is the interpreter: leave it out, as in hiremate run [options] {rest} ...")
-    if command is not None:
-        raise ConfigurationError(f"The command {name!r} ({command}) is no script of Python: it can't be planned.")
+    if program is not None:
+        raise ConfigurationError(f"The command {name!r} ({program}) is no script of Python: it can't be planned.")
     if is_package:
         raise ConfigurationError(
             f"{name!r} is a folder without __main__.py. Name the script in it, or -m and a module."

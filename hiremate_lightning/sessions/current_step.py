@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from ..calls.given import ModuleCall
+from ..calls.module_call import ModuleCall
 from ..capturing.capture import Captured
 from ..measuring.profiling import TimedRun
 from ..measuring.recording import StepRecord

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from .. import thresholds
-from ..calls.given import ModuleCall
+from ..calls.module_call import ModuleCall
 from ..housekeeping import Once
 from ..memory.allocator import free_bytes
 from ..signatures.eager_predictions import CapturedStep, EagerPredictions

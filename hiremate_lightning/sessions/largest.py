@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..calls.given import ModuleCall
+from ..calls.module_call import ModuleCall
 from ..errors import ConfigurationError, did_you_mean
 from ..measuring.resident import Resident
 from ..objects import attempt, is_of

@@ -14,7 +14,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, ClassVar
 
-from ..calls.given import ModuleCall
+from ..calls.module_call import ModuleCall
 from ..measuring.recording import StepRecord
 from ..signatures.eager_predictions import EagerPredictions, Prediction, SavedTensors
 from ..signatures.step_signature import StepSignature

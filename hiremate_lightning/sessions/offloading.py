@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calls.given import tensors_inside
+from ..calls.module_call import tensors_inside
 from ..capturing.capture import Captured
 from ..measuring.saved_offload import Files, SavedOffload
 from ..memory.allocator import free_host_bytes

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calls.given import ModuleCall, tensors_inside
+from ..calls.module_call import ModuleCall, tensors_inside
 from ..calls.replaced import ReplacedCheckpointing
 from ..capturing.backend import capture_opaque, planning_backend
 from ..capturing.capture import Captured

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..calls.given import ModuleCall
+from ..calls.module_call import ModuleCall
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import WATCHED_STEPS

@@ -18,7 +18,7 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from ..calls.given import ModuleCall
+from ..calls.module_call import ModuleCall
 from ..housekeeping import Latest
 from ..measuring.saved_offload import LEAST_OFFLOAD
 from ..records.costs import in_eager

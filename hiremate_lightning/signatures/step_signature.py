@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from .. import thresholds
-from ..calls.given import ModuleCall
+from ..calls.module_call import ModuleCall
 from ..capturing.code_at_sizes import SizesOfCalls
 from ..measuring.resident import GradientState, Resident
 from ..planning.ladder import Ladder

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..calls.given import KeptState
+from ..calls.kept_state import KeptState
 from ..errors import ConfigurationError
 from ..measuring.recorded_calls import calls_of
 from ..measuring.resident import Resident

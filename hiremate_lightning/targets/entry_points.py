@@ -53,10 +53,10 @@ def _take(function: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(code, function.__globals__, code.co_name)
 
 
-def _give_back(taken: _Copies) -> None:
+def _give_back(copies: _Copies) -> None:
     """Forget the code compiled for copies, and mark them as unused."""
-    while taken:
-        function, copy = taken.pop()
+    while copies:
+        function, copy = copies.pop()
         dynamo.forget_compiled(copy)
         _unused[function].append(copy)
 
@@ -72,13 +72,13 @@ class Compiler:
         self._session = session
         self._forwards: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
         self.replaced: Counter[nn.Module] = Counter()
-        self._taken: _Copies = []
-        weakref.finalize(self, _give_back, self._taken)
+        self._copies: _Copies = []
+        weakref.finalize(self, _give_back, self._copies)
 
     def compile(self, function: Callable[..., Any], first: Any) -> Callable[..., Any]:
         """Compile a copy of a function of this file, with its first argument bound."""
         copy = _take(function)
-        self._taken.append((function, copy))
+        self._copies.append((function, copy))
         return functools.partial(torch.compile(copy, backend=self._session.backend()), first)
 
     def forward_of(self, module: nn.Module, forward: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -97,4 +97,4 @@ class Compiler:
     def close(self) -> None:
         """Forget all compiled code."""
         self._forwards.clear()
-        _give_back(self._taken)
+        _give_back(self._copies)

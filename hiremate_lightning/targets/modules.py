@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calls.given import BeforeCall
+from ..calls.kept_state import BeforeCall
 from ..calls.refused import reason_of_others, refuse, refuse_each
 from ..calls.slots import Called, Slot, WaitingSlots, slot_for
 from ..errors import SecondDerivativeError

@@ -36,13 +36,13 @@ class StepTarget:
         refuse(root)
         self.root = root
         self.session = session
-        self._found = root.__dict__.get(self.METHOD)  # a method assigned in place of that of the class
-        self._eager = self._found or getattr(type(root), self.METHOD).__get__(root)
+        self._assigned = root.__dict__.get(self.METHOD)  # a method assigned in place of that of the class
+        self._eager = self._assigned or getattr(type(root), self.METHOD).__get__(root)
         self._compiler = Compiler(session)
-        if self._found is None:
+        if self._assigned is None:
             self._compiled = self._compiler.compile(call_training_step, root)
         else:
-            self._compiled = self._compiler.compile(call_found, self._found)
+            self._compiled = self._compiler.compile(call_found, self._assigned)
         self._hook: Any = None
 
     def attach(self) -> None:
@@ -55,10 +55,10 @@ class StepTarget:
         """Leave the module as it was."""
         self.session.close()
         self._compiler.close()
-        if self._found is None:
+        if self._assigned is None:
             self.root.__dict__.pop(self.METHOD, None)
         else:
-            self.root.__dict__[self.METHOD] = self._found
+            self.root.__dict__[self.METHOD] = self._assigned
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.calls.given import tensors_inside
+from hiremate_lightning.calls.module_call import tensors_inside
 from hiremate_lightning.objects import attempt, attributes_of, held_by, is_of
 from tests.exact import network, simple_loop, take_steps, train_both
 

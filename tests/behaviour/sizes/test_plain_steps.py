@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.calls.given import ModuleCall
+from hiremate_lightning.calls.module_call import ModuleCall
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.records.graph import StorageKind
 from hiremate_lightning.signatures.eager_predictions import (

@@ -1,14 +1,11 @@
-"""Finds tensors in arguments and results of calls, in objects of any class; and keeps the state to make a call again.
+"""The state that a call of a module changes, kept to make the call again.
 
-Copies of that state are in memory of NumPy, which measurements of a step don't count.
+The copies are in memory of NumPy, which measurements of a step don't count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,48 +13,10 @@ import torch
 from torch import nn
 
 from ..memory.metering import RandomState
-from ..objects import held_by, is_of
 from ..torch_private import tensor_state
+from .module_call import tensors_inside
 
-_PLAIN_DATA = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
-_WHOLE = (torch.Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
-MOST_THINGS = 4096  # most objects in which to look for tensors
 MOST_BYTES = 2**20  # largest buffer to copy: statistics and counters are smaller, and larger buffers hardly change
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleCall:
-    """Types and shapes of the tensors that one call of a planned module is given."""
-
-    name: str  # the path of the module, or another name for it
-    dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @staticmethod
-    def of(name: str, tensors: Sequence[torch.Tensor]) -> ModuleCall:
-        """Return the record of a call with some tensors."""
-        return ModuleCall(name, tuple(t.dtype for t in tensors), tuple(tuple(t.shape) for t in tensors))
-
-
-def tensors_inside(values: Any) -> list[torch.Tensor]:
-    """List the tensors in a tree of containers; if there are none, those in attributes of its objects, not modules."""
-    tensors = tensor_state.tensors_among(values)
-    return tensors or [thing for thing in islice(_things_in(values), MOST_THINGS) if is_of(thing, torch.Tensor)]
-
-
-def _things_in(value: Any) -> Iterator[Any]:
-    """Yield the items of containers and the attributes of objects, at any depth, each once, without plain data.
-
-    Attributes of tensors, modules, classes and functions are not visited.
-    """
-    seen, stack = set[int](), [value]
-    while stack:
-        thing = stack.pop()
-        if id(thing) not in seen and not is_of(thing, _PLAIN_DATA):
-            seen.add(id(thing))
-            yield thing
-            if not is_of(thing, _WHOLE):
-                stack.extend(reversed(held_by(thing)))
 
 
 class KeptState:
