@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -31,6 +31,10 @@ class ModuleCall:
     def of(name: str, tensors: Sequence[torch.Tensor]) -> ModuleCall:
         """Return the record of a call with some tensors."""
         return ModuleCall(name, tuple(t.dtype for t in tensors), tuple(tuple(t.shape) for t in tensors))
+
+    def at(self, becomes: Mapping[int, int]) -> ModuleCall:
+        """Return the call with other sizes: `becomes` has the new one of each size that changes."""
+        return replace(self, shapes=tuple(tuple(becomes.get(n, n) for n in shape) for shape in self.shapes))
 
 
 def tensors_inside(values: Any) -> list[torch.Tensor]:

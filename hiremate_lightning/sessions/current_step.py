@@ -109,6 +109,11 @@ class CurrentStep:
         """Whether the next forward begins another step."""
         return self.has_backward or self.is_unseen
 
+    def was_trial_of(self, call: ModuleCall) -> bool:
+        """Whether it was one call of the same module, without a backward, as pipelines make one before training."""
+        was_one_call = len(self.forwards) == 1 and [before.name for before in self.calls] == [call.name]
+        return was_one_call and self.record is not None and self.record.left_nothing
+
     @property
     def graphs(self) -> GraphNumbers:
         """The numbers of the captured graphs that have run forward, in order."""

@@ -162,19 +162,13 @@ class GraphPrograms:
                     options,
                     self._model.name,
                     self._reporter.solving(step_time_ms(captured.graph, profile)),
-                    self._spare_bytes_or_warn_full,
+                    # The bytes that a first step may take beyond the budget: none if it can get no plan.
+                    lambda: 0 if self._model.warn_if_full() else free_bytes(self._model.memory.device),
                     self._model.offloading.host(whole, [captured]),
                 )
                 (program,) = self._model.offloading.build(whole, [captured], unless_short(outcome))
                 self._least[part] = replace(program, protects=True)  # see `_build`
         return self._least[part]
-
-    def _spare_bytes_or_warn_full(self) -> int:
-        """Return the bytes that a first step may take beyond the budget; 0, with a warning, if it can get no plan."""
-        if self._model.has_place:
-            return free_bytes(self._model.memory.device)
-        self._model.warn_full()
-        return 0
 
     # ---------------------------------------------------------------- plans of other sizes
 

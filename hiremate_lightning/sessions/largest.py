@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from ..calls.module_call import ModuleCall
 from ..errors import ConfigurationError, did_you_mean
 from ..measuring.resident import Resident
 from ..objects import attempt, is_of
@@ -214,12 +213,6 @@ class VaryingSizes:
     def __iter__(self) -> Iterator[int]:
         """Yield the sizes."""
         return iter(self._varied.difference(*self._weights()))
-
-
-def calls_at(becomes: Mapping[int, int], calls: Sequence[ModuleCall]) -> tuple[ModuleCall, ...]:
-    """Return the calls with each of their sizes replaced by the larger one that it becomes."""
-    shapes = (tuple(tuple(becomes.get(n, n) for n in shape) for shape in call.shapes) for call in calls)
-    return tuple(replace(call, shapes=larger) for call, larger in zip(calls, shapes, strict=True))
 
 
 def _by_name(

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ..calls.module_call import ModuleCall
 from ..housekeeping import collecting_what_it_leaves
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
@@ -34,7 +33,6 @@ from ..signatures.step_signature import StepSignature
 from ..units import Budget, format_bytes
 from .current_step import CurrentStep
 from .graph_programs import GraphPrograms
-from .largest import calls_at
 from .messages import PlanReports
 from .plan_maker import Fits, PlanMaker
 from .planned_model import PlannedModel
@@ -133,7 +131,7 @@ class PlannedSignatures:
             if signature.plan is None:
                 self._model.watching.missed(signature)
             else:
-                self._note_calls(signature, finished.calls)
+                self.history.store_calls(signature, finished.calls)
 
     def _end_shortage(self) -> None:
         """Plan all step signatures again, or raise if one still does not fit.
@@ -218,9 +216,7 @@ class PlannedSignatures:
         parts = self._model.parts.numbered(signature.graphs)
         if not signature.sights.is_worth_a_plan(any(part.captured.made_from is not None for part in parts)):
             return False
-        if not self._model.has_place:
-            self._model.warn_full()
-        return self._model.has_place
+        return not self._model.warn_if_full()
 
     def learn(self, record: StepRecord, resident: Resident, before: Resident | None = None) -> Short | None:
         """Plan a step signature from the record of a step.
@@ -258,13 +254,6 @@ class PlannedSignatures:
         if short is None:
             self.warn_of_first_step(signature, record.peak_bytes or 0)
         return short
-
-    def _note_calls(self, signature: StepSignature, calls: Sequence[ModuleCall]) -> None:
-        """Store the calls of a planned signature, and its code: eager steps of other sizes are predicted from them."""
-        signature.calls, signature.code = tuple(calls), self.history.same_code(signature.recorded)
-        if signature.largest is not None:
-            larger, becomes = signature.largest
-            larger.calls, larger.code = calls_at(becomes, calls), self.history.same_code(larger.recorded)
 
     def _foresee_largest(self, signature: StepSignature, resident: Resident) -> list[StepSignature]:
         """Record the step of the largest sizes of a signature's code; return it in a list if it is new."""

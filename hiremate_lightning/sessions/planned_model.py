@@ -51,10 +51,13 @@ class PlannedModel:
         """Whether there are fewer plans than `max_plans`."""
         return self.history.plan_count < self.options.max_plans
 
-    def warn_full(self) -> None:
-        """Warn that there are `max_plans` plans already."""
+    def warn_if_full(self) -> bool:
+        """Return whether there are `max_plans` plans already, and warn if so."""
+        if self.has_place:
+            return False
         self.messages.warn(
             f"There are {self.history.plan_count} plans already (max_plans): steps of other input shapes run by one of "
             "these where it fits, or else at the least memory, which is slower. Each new shape may take seconds as it "
             "first appears: pad to a few shapes, or raise max_plans."
         )
+        return True

@@ -107,7 +107,8 @@ class Steps(Conductor):
 
         Without a `call`, code is called around planned modules that is not captured itself.
         """
-        if self.current is not None and (self.current.is_over or self._was_trial(self.current, call)):
+        step, is_first = self.current, self.count < 2
+        if step is not None and (step.is_over or (is_first and call is not None and step.was_trial_of(call))):
             self.end()
         if self.current is None:
             try:
@@ -145,12 +146,6 @@ class Steps(Conductor):
 
     # ---------------------------------------------------------------- the beginning, in detail
 
-    def _was_trial(self, step: CurrentStep, call: ModuleCall | None) -> bool:
-        """Whether the first step was a trial call of the same module without a backward, as pipelines make one."""
-        if self.count > 1 or len(step.forwards) != 1 or call is None or step.record is None:
-            return False
-        return [before.name for before in step.calls] == [call.name] and step.record.left_nothing
-
     def called_inside_backward(self) -> None:
         """Mark the step under way as unobserved, since a planned module is called inside of a backward."""
         self.current = self.current or CurrentStep()
@@ -159,11 +154,11 @@ class Steps(Conductor):
     def _counts_resident(self, step: CurrentStep) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
         is_due = self.count < WATCHED_STEPS or self.count % COUNTED_AGAIN == 0 or self._memory.has_grown()
-        likely = self._history.all_likely(step.foreseen)
-        is_due = (
-            is_due or self._planned.shortage.is_held or any(one.recorded.counts_on_freed_gradients for one in likely)
-        )
-        return is_due or not all(map(self._planned.is_adapted, self._planned.likely(step)))
+        if is_due or self._planned.shortage.is_held:
+            return True
+        all_likely = self._history.all_likely(step.foreseen)
+        counts_on_frees = any(signature.recorded.counts_on_freed_gradients for signature in all_likely)
+        return counts_on_frees or not all(map(self._planned.is_adapted, self._planned.likely(step)))
 
     # ---------------------------------------------------------------- its captured graphs
 

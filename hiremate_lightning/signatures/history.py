@@ -17,8 +17,9 @@ A step that turns out to have another signature than the expected one is not com
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from ..calls.module_call import ModuleCall
 from ..housekeeping import Latest
 from ..planning.plan import Plan
 from ..running.program import Program
@@ -221,6 +222,13 @@ class History:
         return signature, None if signature is None else signature.programs.get(len(ran) - 1)
 
     # ---------------------------------------------------------------- their code
+
+    def store_calls(self, signature: StepSignature, calls: Sequence[ModuleCall]) -> None:
+        """Store the calls of a planned signature, and its code: eager steps of other sizes are predicted from them."""
+        signature.calls, signature.code = tuple(calls), self.same_code(signature.recorded)
+        if signature.largest is not None:
+            larger, becomes = signature.largest
+            larger.calls, larger.code = tuple(call.at(becomes) for call in calls), self.same_code(larger.recorded)
 
     def same_code(self, step: RecordedStep) -> StepSignature:
         """Return the first recorded signature that runs the code of a recorded step, at any sizes."""
