@@ -56,7 +56,7 @@ STAGES = (  # each with the functions that it is spent in: module, owner if any,
     ("passes and records", "hiremate_lightning.capturing.backend", "_Compilation._partition"),
     ("measuring operations", "hiremate_lightning.sessions.parts", "Parts.costs_of"),
     ("least memory", "hiremate_lightning.sessions.graph_programs", "first_solution"),
-    ("programs", "hiremate_lightning.running.program_at_sizes", "build"),
+    ("programs", "hiremate_lightning.sessions.offloading", "program_of"),
     ("proof", "hiremate_lightning.proofs.proving", "Prover.prove"),
     ("planning", "hiremate_lightning.sessions.planned", "PlannedSignatures.plan_and_adapt"),
 )
