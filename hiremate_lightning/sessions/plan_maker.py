@@ -212,6 +212,26 @@ class PlanMaker:
             return None
         return Fits(plan, dict(zip(recorded.places, programs, strict=True)))
 
+    def adapted(self, signature: StepSignature, resident: Resident) -> tuple[RecordedStep, Plan]:
+        """Return the recorded step and the plan of a signature with the memory that exists before such a step now."""
+        plan, step = signature.own_plan, signature.recorded
+        has_more_state = resident.state_bytes > step.resident.state_bytes
+        limits = step.limits.without_least() if step.counts_on_freed_gradients else step.limits
+        step = replace(step, resident=resident, limits=limits, counts_on_freed_gradients=False)
+        step = self.waiting.at(signature, step)
+        step = replace(step, limits=self.limits(signature, step))
+        if has_more_state or (plan.measured.peak_bytes or 0) > step.limits.budget_bytes:
+            plan = plan.with_measured(peak_bytes=None, predicted_bytes=None)  # measured beside other resident bytes
+        merged = step.merge()
+        adapted = plan.changed(
+            graph=merged.graph,
+            profile=merged.profile,
+            budget_bytes=step.limits.budget_bytes,
+            resident_bytes=step.resident.size_bytes,
+            resident_parts=step.resident.kinds,
+        )
+        return step, adapted
+
     def short_of_all(self, shortage: Shortage) -> Short | None:
         """Return the needs of all steps seen, with the most optimizer state and batch; None if all fit the budget."""
         needs, rooms = list[Need](), dict[int, Room]()

@@ -358,24 +358,11 @@ class PlannedSignatures:
         self._note_before(signature, resident)
         if self.shortage.is_held:
             return None
-        has_more_state = resident_now.state_bytes > step.resident.state_bytes
-        limits = step.limits.without_least() if step.counts_on_freed_gradients else step.limits
-        met = replace(step, resident=resident_now, limits=limits, counts_on_freed_gradients=False)
-        met = self.maker.waiting.at(signature, met)
-        limits = self.maker.limits(signature, met)
-        self.history.record(signature, replace(met, limits=limits))
-        if has_more_state or (plan.measured.peak_bytes or 0) > limits.budget_bytes:
-            plan = plan.with_measured(peak_bytes=None, predicted_bytes=None)  # measured beside other resident bytes
-        merged, before = signature.recorded.merge(), signature.recorded.resident
-        adapted = plan.changed(
-            graph=merged.graph,
-            profile=merged.profile,
-            budget_bytes=limits.budget_bytes,
-            resident_bytes=before.size_bytes,
-            resident_parts=before.kinds,
-        )
-        peak_bytes = adapted.planned_peak_bytes + met.margin_bytes
-        if not limits.stays(resident_now, peak_bytes, is_least=plan.planned_peak_bytes > plan.budget_bytes):
+        is_least = plan.planned_peak_bytes > plan.budget_bytes
+        step, adapted = self.maker.adapted(signature, resident_now)
+        self.history.record(signature, step)
+        limits, peak_bytes = step.limits, adapted.planned_peak_bytes + step.margin_bytes
+        if not limits.stays(resident_now, peak_bytes, is_least):
             log.info("%s is planned anew: resident bytes are now %s", self._name, format_bytes(resident_now.size_bytes))
             return self._plan(signature)
         self.history.install(signature, adapted, signature.programs)
