@@ -11,7 +11,7 @@ from torch import nn
 
 from .calls.refused import refuse
 from .errors import ConfigurationError
-from .options import Sizes, refuse_changes
+from .options import SessionOptions, Sizes, refuse_changes
 from .planning.plan import Plan
 from .planning.planner import make_options
 from .sessions.session import Session
@@ -124,11 +124,7 @@ def take_over(
         give_way(root)
         targets = targets_of(root)
     if targets is not None and any(root is module for module in targets.root.modules()):
-        refuse_changes(targets.session.options, asked)
-        targets.candidates.refuse_others(root, target)
-        targets.session.set_budget(asked.budget)
-        if asked.verbose is not True:  # the default changes nothing
-            targets.session.reporter.verbose = asked.verbose
+        _change_budget(targets, asked, root, target)
     else:
         refuse(model)  # the wrapper too: Fabric compiles the model there
         if targets is not None:
@@ -140,6 +136,15 @@ def take_over(
     if optimizer is not None:
         targets.session.watch_optimizer(optimizer)
     return targets
+
+
+def _change_budget(targets: Targets, asked: SessionOptions, root: nn.Module, target: Target) -> None:
+    """Let a second request change the budget, and what is reported; refuse other changes."""
+    refuse_changes(targets.session.options, asked)
+    targets.candidates.refuse_others(root, target)
+    targets.session.set_budget(asked.budget)
+    if asked.verbose is not True:  # the default changes nothing
+        targets.session.reporter.verbose = asked.verbose
 
 
 def _named(value: object) -> str:

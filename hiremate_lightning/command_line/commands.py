@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console, RenderableType
@@ -317,14 +317,7 @@ def fit(asked: argparse.Namespace) -> int:
     with work.reporter.stage("solving"):
         searched = search(forecast, asked.max_batch, asked.max_overhead, Objective.LARGEST, FIT_PLANS)
         if not searched.size:
-            needed = forecast.enough_bytes(1, asked.max_overhead)
-            raise InfeasibleBudgetError(
-                f"Not even batch size 1 fits {format_bytes(limit_bytes)} with at most {asked.max_overhead:.0%} more "
-                f"time: that needs {format_bytes(needed, up=True)} ({needed:,} bytes). Raise the budget or "
-                "--max-overhead.",
-                budget_bytes=limit_bytes,
-                smallest_bytes=needed,
-            )
+            _refuse_all_sizes(forecast, limit_bytes, asked.max_overhead)
         forecast.trial(searched.size)
     result = BatchSizeResult(
         size=searched.size,
@@ -342,6 +335,18 @@ def fit(asked: argparse.Namespace) -> int:
     notes = [f"Predicted from the step at batch sizes {sizes}; nothing ran.", *work.notes(seen[-1][0])]
     _answer(asked, {**result.to_dict(), "notes": notes}, result_table(result))
     return 0
+
+
+def _refuse_all_sizes(forecast: Forecast, limit_bytes: int, max_overhead: float) -> NoReturn:
+    """Raise an InfeasibleBudgetError with the bytes that batch size 1 needs."""
+    needed_bytes = forecast.enough_bytes(1, max_overhead)
+    raise InfeasibleBudgetError(
+        f"Not even batch size 1 fits {format_bytes(limit_bytes)} with at most {max_overhead:.0%} more "
+        f"time: that needs {format_bytes(needed_bytes, up=True)} ({needed_bytes:,} bytes). Raise the budget or "
+        "--max-overhead.",
+        budget_bytes=limit_bytes,
+        smallest_bytes=needed_bytes,
+    )
 
 
 def _forecast(work: _Work, seen: Sequence[tuple[OfflineStep, Step]], limit_bytes: int) -> Forecast:

@@ -158,13 +158,8 @@ def _run(asked: argparse.Namespace, command: Sequence[str], ends_process: bool) 
         return 0
     except HiRemateError:
         raise
-    except Exception as error:  # from the script: show its traceback without our frames
-        own = {__file__, script.__file__, runpy.__file__, "<frozen runpy>"}
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in own:
-            trace = trace.tb_next
-        trace = trace or error.__traceback__
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+    except Exception as error:  # from the script
+        _show_error(error)
         return PROBLEM
     finally:
         if os.getpid() == process:
@@ -181,6 +176,16 @@ def _write_line(line: str) -> None:
     if is_rank_zero():
         sys.stderr.write(f"{PROGRAM}: {line}\n")
         sys.stderr.flush()
+
+
+def _show_error(error: Exception) -> None:
+    """Show the traceback of a script's error, without the frames that run the script."""
+    runners = {__file__, script.__file__, runpy.__file__, "<frozen runpy>"}
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in runners:
+        trace = trace.tb_next
+    trace = trace or error.__traceback__
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
 
 
 def _show(finder: Finder, page: str | None, numbers: str | None) -> None:

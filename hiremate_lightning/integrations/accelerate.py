@@ -21,6 +21,7 @@ from ..options import ENVIRONMENT_BUDGET
 from ..planning.plan import Plan
 from ..planning.planner import make_options
 from ..reporting.plan_summary import plan_metrics
+from ..sessions.session import Session
 from ..targets.candidates import Target
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -68,26 +69,27 @@ def prepare_hiremate(
             "nn.Module, and prepare the others with accelerator.prepare."
         )
     optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
-    planned = take_over(
+    session = take_over(
         modules[0],
         _chosen_budget() if budget is None else budget,
         target=target,
         optimizer=optimizers[0] if len(optimizers) == 1 else None,
         **options,
-    )
-
-    def log(plan: Plan) -> None:
-        if accelerator.trackers:
-            accelerator.log(plan_metrics(plan, len(planned.session.plans)), step=planned.session.updates)
-
-    planned.session.listeners.append(log)
+    ).session
+    session.listeners.append(lambda plan: _log(accelerator, session, plan))
     try:
         prepared = accelerator.prepare(*objects)
     except BaseException:  # also after Ctrl-C the model must be as before
         remove_hiremate(modules[0])
         raise
-    planned.session.replace_compiling()
+    session.replace_compiling()
     return prepared
+
+
+def _log(accelerator: Accelerator, session: Session, plan: Plan) -> None:
+    """Log the numbers of a plan to the trackers of an accelerator."""
+    if accelerator.trackers:
+        accelerator.log(plan_metrics(plan, len(session.plans)), step=session.updates)
 
 
 def _chosen_budget() -> str:
