@@ -311,7 +311,7 @@ class TimedRun:
             program,
             forward=lambda arguments: self._run(program.forward_module, arguments, is_backward=False),
             backward=lambda arguments: self._run(program.backward_module, arguments, is_backward=True),
-            variant=lambda changes, overwrites=True: self.wrap(program.variant(changes, overwrites)),
+            variant=lambda changes: self.wrap(program.variant(changes)),
         )
 
     def _run(self, module: fx.GraphModule, arguments: list[Any], is_backward: bool) -> Any:

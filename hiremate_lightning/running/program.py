@@ -42,6 +42,7 @@ class Changes(NamedTuple):
     # Positions of gradients that the backward adds to sums of other runs; it takes these as arguments after `added`.
     carried: frozenset[int] = frozenset()
     uncast: frozenset[int] = frozenset()  # positions of gradients that it returns in half precision, before their cast
+    in_new_memory: bool = False  # whether no result takes the memory of a value that dies
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,7 @@ class Program:
     # Positions of arguments that the backward never reads: pass None for them, or the code holds them to its end.
     unread: tuple[int, ...]
     saved: SavedValues
-    # Returns the program with another backward, from its `Changes`. With `overwrites=False` as a second argument, no
-    # result takes the memory of a value that dies.
-    variant: Callable[..., Program]
+    variant: Callable[[Changes], Program]  # returns the program with another backward
     protects: bool = False  # whether the forward copies `saved.borrowed`
 
 
@@ -76,9 +75,9 @@ def build(captured: Captured, schedule: Schedule, host: HostMemory | None = None
     run_forward, takes, facts = compiled(forward), _takes(captured, schedule), saved_values(captured, schedule)
 
     @functools.cache
-    def variant(changes: Changes, overwrites: bool = True) -> Program:
+    def variant(changes: Changes) -> Program:
         absence = find_absent(captured, changes.missing) if changes.missing else Absence(overwrites=captured.overwrites)
-        absence = replace(absence, overwrites={**absence.overwrites, **takes} if overwrites else {})
+        absence = replace(absence, overwrites={} if changes.in_new_memory else {**absence.overwrites, **takes})
         backward = _backward_module(captured, schedule, saved, absence, changes)
         if changes.missing:
             backward.graph.eliminate_dead_code()

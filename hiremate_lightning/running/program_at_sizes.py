@@ -59,26 +59,26 @@ class ProgramAtSizes:
         if any((p.schedule, p.saved, p.unread) != (first.schedule, first.saved, first.unread) for p in self._programs):
             raise SizesDifferError(f"The same decisions are other schedules at the sizes {sizes}")
         self._forward = _Source([program.forward_module for program in self._programs], sizes)
-        self._variants = {Changes(): self._variant_of_samples(Changes(), overwrites=True)}
+        self._variants = {Changes(): self._variant_of_samples(Changes())}
 
     def at(self, sizes: Sizes) -> Program:
         """Return the program for some sizes."""
 
-        def variant(changes: Changes, overwrites: bool = True) -> Program:
+        def variant(changes: Changes) -> Program:
             # Made in a backward, where nothing can be traced; all numbers have expressions, see `CodeAtSizes`.
             if changes not in self._variants:
                 try:
-                    self._variants[changes] = self._variant_of_samples(changes, overwrites=True)
+                    self._variants[changes] = self._variant_of_samples(changes)
                 except SizesDifferError:  # samples differ in the values that may be overwritten
-                    self._variants[changes] = self._variant_of_samples(changes, overwrites=False)
+                    self._variants[changes] = self._variant_of_samples(changes._replace(in_new_memory=True))
             program, source = self._variants[changes]
             return replace(program, forward=forward, backward=source.at(sizes), variant=variant)
 
         forward = self._forward.at(sizes)
         return variant(Changes())
 
-    def _variant_of_samples(self, changes: Changes, overwrites: bool) -> tuple[Program, _Source]:
-        programs = [program.variant(changes, overwrites) for program in self._programs]
+    def _variant_of_samples(self, changes: Changes) -> tuple[Program, _Source]:
+        programs = [program.variant(changes) for program in self._programs]
         return programs[0], _Source([program.backward_module for program in programs], self.sizes)
 
 
