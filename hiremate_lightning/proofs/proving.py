@@ -231,15 +231,9 @@ class Prover:
         """Run the code eager, then as captured, and compare; with `needs_numbers`, NaN proves nothing."""
         assert proof.written is not None, "code is tried while it is proved"
         written = captured_code.without_checkpoints(proof.written)
-        has_eager = memory is not None and memory.has_eager
-        files = Files() if memory is not None and memory.needs_files else None
-        constants = [*written.parameters(), *written.buffers()]
-        unused = _unused_in(proof, written, without)
-        names = [_name_of(str(node.target)) for node in written.graph.find_nodes(op="placeholder")]
-        trial = Trial(arguments, names, constants, has_eager, files=files, unused=unused)
-        run_written = partial(_run_written, proof, written, memory)
+        run_eager = partial(_run_written, proof, written, memory)
         try:
-            trial, expected = run_written(trial)
+            trial, expected = run_eager(_trial_of(proof, written, arguments, memory, without))
         except Exception as error:  # whatever the user's code may raise: it will raise it when it runs
             proof.why_unproved = f"it fails as it was written: {error}"
             return
@@ -255,14 +249,17 @@ class Prover:
         except Exception as error:  # an error inside of PyTorch: the code runs eager from now on, with a warning
             self._refuse(proof, f"torch.compile's capture of it fails when it runs: {type(error).__name__}: {error}")
             return
-        half, device = self._half_of(proof.part), _device_of(proof, arguments)
-        of_values, of_gradients = differences(expected, outcome, half, device=device)
+        compare = partial(
+            differences, expected, outcome, self._half_of(proof.part), device=_device_of(proof, arguments)
+        )
+        of_values, of_gradients = compare()
         if of_values or of_gradients:  # two eager runs may differ too
-            _, again = run_written(replace(trial, with_gradients=has_eager))
-            of_values, of_gradients = differences(expected, outcome, half, again, device=device)
+            repeated = replace(trial, with_gradients=memory is not None and memory.has_eager)
+            _, again = run_eager(repeated)
+            of_values, of_gradients = compare(again=again)
             if expected.has_fills and not all(difference.is_rounding for difference in (*of_values, *of_gradients)):
-                _, refilled = run_written(replace(trial, with_gradients=has_eager, fill=0))
-                of_values, of_gradients = differences(expected, outcome, half, again, refilled, device)
+                _, refilled = run_eager(replace(repeated, fill=0))
+                of_values, of_gradients = compare(again=again, refilled=refilled)
         self._judge(proof, of_values, of_gradients, trial.with_gradients)
 
     def _judge(
@@ -295,6 +292,24 @@ class Prover:
             f"Code of {self._model.name} runs as it was written, without a plan, since {why}. Its memory and time "
             "are those of plain PyTorch. This is a fault of torch.compile or of hiremate_lightning; please report it."
         )
+
+
+def _trial_of(
+    proof: Proof,
+    written: fx.GraphModule,
+    arguments: Sequence[Any],
+    memory: ProofMemory | None,
+    without: frozenset[int] | None,
+) -> Trial:
+    """Return the trial of code on arguments, with gradients if there is memory for an eager backward."""
+    return Trial(
+        arguments,
+        names=[_name_of(str(node.target)) for node in written.graph.find_nodes(op="placeholder")],
+        constants=[*written.parameters(), *written.buffers()],
+        with_gradients=memory is not None and memory.has_eager,
+        files=Files() if memory is not None and memory.needs_files else None,
+        unused=_unused_in(proof, written, without),
+    )
 
 
 def _run_written(
