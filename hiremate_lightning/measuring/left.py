@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from enum import Enum
 
 import torch
 
@@ -20,6 +21,14 @@ from .resident import INPUTS, LEFT, RETAINED, Resident
 Numbers = tuple[int, ...]
 Place = tuple[Numbers | None, Numbers]  # the signature of the previous step, and the identities of the waiting parts
 NOT_MEASURED = StepRecord(None)
+
+
+class LeftUntil(Enum):
+    """When the next step frees left memory."""
+
+    RETURN = "its last forward returns"
+    BACKWARD = "its backward begins"
+    END = "it has ended, or later"
 
 
 class LeftOutputs:
@@ -67,7 +76,7 @@ class LeftOutputs:
     def watch(self, record: StepRecord) -> None:
         """Let the record of a step that begins mark the release of the previous step's outputs."""
         if self.are_known and self._size_bytes and not self._retained_bytes:
-            record.watch_left(self._record, self._size_bytes, is_stale=self._are_stale())
+            record.watch_left(self._record, self._size_bytes if self._until is LeftUntil.END else 0)
 
     def step_ended(self, record: StepRecord | None, signature: Numbers | None = None) -> None:
         """Store the record (None for a step without one) and the signature of the step that has ended."""
@@ -78,28 +87,31 @@ class LeftOutputs:
         """Add left memory to a count that does not include it; return the sum."""
         # Inputs that outputs hold count as staying, because the allocator may not report their release.
         resident = resident.with_more(INPUTS, self._inputs_bytes)
-        if self._return():
-            return replace(resident, left_bytes=self._size_bytes)
-        if self._are_stale():
-            return replace(resident, stale_bytes=resident.stale_bytes + self._size_bytes)
-        return resident.with_more(LEFT, self._outputs_bytes).with_more(RETAINED, self._retained_bytes)
+        if self._until is LeftUntil.END:
+            return resident.with_more(LEFT, self._outputs_bytes).with_more(RETAINED, self._retained_bytes)
+        return self._with_freed(resident, self._size_bytes)
 
     def sort_out(self, resident: Resident) -> Resident:
         """Move left memory that will be freed out of `size_bytes`, in a count of all allocated memory."""
-        gone = self._return() or self._are_stale()
-        left_bytes = min(self._size_bytes, resident.size_bytes) if gone else 0
-        resident = replace(resident, size_bytes=resident.size_bytes - left_bytes)
-        if self._return():
-            return replace(resident, left_bytes=left_bytes)
-        return replace(resident, stale_bytes=resident.stale_bytes + left_bytes)
+        if self._until is LeftUntil.END:
+            return resident
+        freed_bytes = min(self._size_bytes, resident.size_bytes)
+        return self._with_freed(replace(resident, size_bytes=resident.size_bytes - freed_bytes), freed_bytes)
 
-    def _return(self) -> bool:
-        """Whether all left memory is freed as the next step's last forward returns; retained graphs are not."""
-        return bool(self._returning) and self._stay is False and not self._retained_bytes
+    def _with_freed(self, resident: Resident, freed_bytes: int) -> Resident:
+        """Return a copy with more bytes that the next step frees."""
+        if self._until is LeftUntil.RETURN:
+            return replace(resident, left_bytes=freed_bytes)
+        return replace(resident, stale_bytes=resident.stale_bytes + freed_bytes)
 
-    def _are_stale(self) -> bool:
-        """Whether the next step frees left memory before its backward; a retained graph is freed with its loss."""
-        return self._retained_bytes > 0 if self._stay is None else not self._stay
+    @property
+    def _until(self) -> LeftUntil:
+        """When the next step frees left memory; a retained graph is freed with its loss, before the backward."""
+        if self._stay is None:  # not seen yet
+            return LeftUntil.BACKWARD if self._retained_bytes else LeftUntil.END
+        if self._stay:
+            return LeftUntil.END
+        return LeftUntil.RETURN if self._returning and not self._retained_bytes else LeftUntil.BACKWARD
 
     def measure(self, present: Collection[int]) -> None:
         """Store the bytes of left outputs, retained graphs and inputs, without the storages in `present`.

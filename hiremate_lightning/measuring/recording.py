@@ -48,7 +48,8 @@ class StepRecord:
         meter: MemoryMeter | LiveBytes | None = None,
     ) -> None:
         self._sharded = root if root is not None and sharding.has_units(root) else None
-        self._watched: tuple[int, bool] | None = None  # bytes that the previous step left, and whether they are stale
+        # Bytes that the previous step left, and that are not expected to be freed; None if none are watched.
+        self._unexpected_bytes: int | None = None
         self._left = set[Mark]()  # releases of this step's outputs that the next step has not seen yet
         self._next: weakref.ref[StepRecord] | None = None
         self._thread = threading.get_ident()
@@ -123,16 +124,13 @@ class StepRecord:
 
     @property
     def returned_bytes(self) -> int:
-        """Bytes of the previous step's outputs that were seen freed as the last forward returned."""
-        if self._watched is None or not self.left_at_return:
-            return 0
-        left_bytes, is_stale = self._watched
-        return 0 if is_stale else left_bytes
+        """Bytes of the previous step's outputs that were freed unexpectedly as the last forward returned."""
+        return (self._unexpected_bytes or 0) if self.left_at_return else 0
 
     @property
     def left_at_return(self) -> bool | None:
         """Whether the previous step's outputs were freed as the last forward returned; None if there were none."""
-        if self._watched is None or not self.backwards:
+        if self._unexpected_bytes is None or not self.backwards:
             return None
         marks = [span.label for span in self.spans]
         returned = Event.FORWARD_DONE.of(max(self.backwards))
@@ -141,9 +139,9 @@ class StepRecord:
         before = self.spans[marks.index(returned) : marks.index(LEFT)]
         return all(span.peak_bytes == span.start_bytes for span in before)
 
-    def watch_left(self, before: StepRecord, left_bytes: int, is_stale: bool) -> None:
-        """Mark the release of the previous step's left outputs, which have `left_bytes` in total."""
-        self._watched = left_bytes, is_stale
+    def watch_left(self, before: StepRecord, unexpected_bytes: int) -> None:
+        """Mark the release of the previous step's left outputs; 0 bytes if this step is expected to free them."""
+        self._unexpected_bytes = unexpected_bytes
         living = ((run, tensor) for run in before.runs for tensor in run.living)
         before._left = {Mark(Event.RELEASED, r.index, t) for r, t in living if r.graph.tensors[t].shape}
         before._next = weakref.ref(self)

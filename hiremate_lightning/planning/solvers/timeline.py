@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -72,20 +72,13 @@ def with_rows(model: Choices, before: Timeline, changed: Mapping[int, list[int]]
 
 def _laid_out(model: Choices, before: Timeline, changed: Mapping[int, list[int]], touched: Collection[int]) -> Timeline:
     """Return a timeline with the `touched` choices laid out again; they include those of all changed rows."""
-    rows, touches, makes = list(before.rows), dict(before.touches), dict(before.makes)
-    blocks, change, row_ms = dict(before.blocks), _Change(model, changed), before.row_ms.copy()
-    fresh, made = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)  # keys in the changed rows
-    for position, row in sorted(changed.items()):
+    rows, row_ms = list(before.rows), before.row_ms.copy()
+    for position, row in changed.items():
         rows[position], row_ms[position] = row, sum(model.cost_ms[node] for node in row)
-        for key, node in enumerate(row, start=position << ROW):
-            for storage in (*model.needs[node], *model.makes[node]):
-                fresh[storage].append(key)
-            for storage in model.makes[node]:
-                made[storage].append(key)
+    touches = _with_keys(before.touches, changed, touched, lambda node: (*model.needs[node], *model.makes[node]))
+    makes = _with_keys(before.makes, changed, touched, lambda node: model.makes[node])
+    blocks, change = dict(before.blocks), _Change(model, changed)
     for storage in touched:
-        for keys, new_keys in ((touches, fresh), (makes, made)):
-            stay = [key for key in keys.get(storage, ()) if key >> ROW not in changed]
-            keys[storage] = tuple(sorted([*stay, *new_keys.get(storage, ())]))
         old = blocks.get(storage, ())
         blocks[storage] = new = _blocks_of(model, storage, touches[storage], makes[storage])
         if new != old:
@@ -98,6 +91,28 @@ def _laid_out(model: Choices, before: Timeline, changed: Mapping[int, list[int]]
         row_peaks[position] = max(timeline.row_bytes(model, position), default=0)
     model.work.add_operations(EACH + len(rows) // PER_ROWS + PER_CHOICE * len(touched))
     return timeline
+
+
+def _with_keys(
+    before: Mapping[int, tuple[int, ...]],
+    changed: Mapping[int, list[int]],
+    touched: Iterable[int],
+    storages_of: Callable[[int], Iterable[int]],
+) -> dict[int, tuple[int, ...]]:
+    """Return the keys of each choice, with new keys of the `touched` choices in the changed rows.
+
+    A key of a row belongs to the choices that `storages_of` returns for the node there.
+    """
+    fresh = defaultdict[int, list[int]](list)
+    for position, row in changed.items():
+        for key, node in enumerate(row, start=position << ROW):
+            for storage in storages_of(node):
+                fresh[storage].append(key)
+    keys = dict(before)
+    for storage in touched:
+        stay = [key for key in keys.get(storage, ()) if key >> ROW not in changed]
+        keys[storage] = tuple(sorted([*stay, *fresh[storage]]))
+    return keys
 
 
 def _blocks_of(model: Choices, storage: int, touches: tuple[int, ...], makes: tuple[int, ...]) -> tuple[Block, ...]:
