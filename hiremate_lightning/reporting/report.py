@@ -75,6 +75,10 @@ class Reporter:
         self._stages_s = 0.0  # seconds of the stages since the latest plan
         self._largest_bytes = 0  # eager peak of the largest step whose plan was shown
 
+    def show_like(self, other: Reporter) -> None:
+        """Show plans where, and in as many words, as another reporter does."""
+        self.verbose, self.folder, self.more = other.verbose, other.folder, other.more
+
     @property
     def is_silent(self) -> bool:
         """Whether nothing is shown by this process now."""

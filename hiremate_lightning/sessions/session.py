@@ -143,14 +143,13 @@ class Session:
         """Count an optimizer's state as resident."""
         self.model.memory.watch(optimizer)
 
-    def take_over(self, before: Session) -> None:
-        """Take over optimizers, listeners, reports and replaced compiled code of a session that plans no more."""
+    def inherit(self, before: Session) -> None:
+        """Continue a session that plans no more: with its optimizers, listeners, reports and replaced compiled code."""
         for optimizer in before.model.memory.optimizers:
             self.watch_optimizer(optimizer)
         self.listeners.extend(before.listeners[1:])  # the first listener is `_report_replaced` of that session
         self._compiled.enter_context(before._compiled.pop_all())
-        shown, shows = before.reporter, self.reporter
-        shows.folder, shows.more, shows.verbose = shown.folder, shown.more, shown.verbose
+        self.reporter.show_like(before.reporter)
 
     def expect_batch(self, batch: Any) -> None:
         """Count all tensors of a batch in the next step: the planned modules may receive only some of them."""

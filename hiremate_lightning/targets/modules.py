@@ -154,10 +154,7 @@ class Targets:
             return self._or_eager(self._call_compiled, called)
 
     def _join(self) -> Targets | None:
-        """Join with a model that trains in the same step, once no graph waits; return None if there is none.
-
-        Apart, each plan would count the other model's memory as it was by chance, and could not lower it.
-        """
+        """Join with a model that trains in the same step, once no graph waits; return None if there is none."""
         self._thread = threading.get_ident()
         if backward_pass.is_running():
             return None
@@ -168,13 +165,20 @@ class Targets:
         other = self._partner
         if other is None or other not in _attached or other.session.holds_graphs or self.session.holds_graphs:
             return None
+        return self._joined_with(other)
+
+    def _joined_with(self, other: Targets) -> Targets:
+        """Plan two models as one, in place of their own plans.
+
+        Each of these would count the other model's memory as it was by chance, and could not lower it.
+        """
         options = options_together(other.session.options, self.session.options)
         assert options is not None, "only such models are partners"
         apart = sorted((other, self), key=lambda targets: targets.number)
         root = together([before.root for before in apart])
         session = Session(root, options)
         for before in apart:
-            session.take_over(before.session)
+            session.inherit(before.session)
             before.detach()
         joined = Targets(root, session)
         joined.number = apart[0].number
