@@ -45,7 +45,7 @@ HEADROOM = 0.8  # share of the room that new decisions for all sizes may take: t
 LIMIT_S = 5.0  # seconds for solving, while a step waits
 TRACING_BYTES = 2**14  # bytes that a trace takes: three states of the random generator
 
-# The forward of a graph by decisions for other sizes, None if none fit; by the graphs of the step up to this one.
+# For the graphs of a step up to some graph: the forward of this graph by decisions for other sizes, None if none fit.
 Forwards = Latest[GraphNumbers, Forward | None]
 
 
@@ -110,7 +110,7 @@ class GraphPrograms:
         signatures = step.taken_over.signatures
         if signatures:
             places = signatures[0].recorded.places
-            if all(place < len(step.forwards) for place in places):  # not if it was a piece of an iteration
+            if all(place < len(step.forwards) for place in places):  # a piece of an iteration may lack some
                 signatures[0].of_code.sizes_of_calls.note([step.forwards[place].captured for place in places])
 
     def learn_margin(self, step: CurrentStep, peak_bytes: int) -> None:
@@ -288,7 +288,7 @@ class GraphPrograms:
         share = room.step_bytes / max(1, step.peak_bytes(keep_all(step.graph)))
         fitting = (decisions for decisions in ladder.decisions if step.peak_bytes(decisions) <= limit_bytes)
         if share <= ladder.least_share or next(fitting, None) is not None:
-            return  # there are decisions that fit, but not after the graphs that ran already
+            return  # some known decisions fit the whole step, but not after the graphs that have run already
         log.debug("searching for the least memory at all sizes")
         with self._reporter.stage("solving"), collecting_what_it_leaves():
             limits = SolveOptions(self._model.options.time_limit_s, progress=self._maker.progress(step))

@@ -162,9 +162,9 @@ class PlannedSignatures:
     def adapt_plans(self, signatures: Sequence[StepSignature], resident: Resident) -> None:
         """Adapt the plans of signatures to the memory that exists; if one does not fit, train on for a while."""
         alike = [one for one in self.history.recorded if one.backwards_vary and not one.recorded.decided]
-        for signature in alike:  # from now on its calls run by the programs of waiting graphs
+        for signature in alike:  # from now on calls of such a step run by the programs of waiting graphs
             self.history.record(signature, self.maker.waiting.at(signature, signature.recorded))
-        has_more_state = resident.state_bytes > self.maker.state_bytes  # it exists before all pieces of an iteration
+        has_more_state = resident.state_bytes > self.maker.state_bytes  # before each piece of an iteration from now on
         self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
         short = self._plan(*alike) if alike or has_more_state else None
         self._hold(short or first_short(self.adapt_plan(signature, resident) for signature in signatures))
@@ -241,14 +241,14 @@ class PlannedSignatures:
         if self.shortage.is_held:
             return None
         self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
-        is_share = self._model.options.budget.share is not None  # of the largest step, which may be this one
+        is_share = self._model.options.budget.share is not None  # a share of the largest step, which may be this one
         short = self._plan(*ahead, signature, may_hold_more=is_share)
         is_first = short is not None and is_share and signature.sights.count == 1
-        if is_first and len(signature.recorded.calls) < len(signature.graphs):  # layers were dropped
+        if is_first and len(signature.recorded.calls) < len(signature.graphs):  # some layers were dropped by chance
             log.info("%s waits for larger steps: %s", self._name, short)
             self.history.drop(signature)
             return None
-        if is_share:  # all step signatures have the same budget, which may have grown
+        if is_share:  # all step signatures share one budget, which may have grown
             other_signatures = [other for other in self.history.planned if other not in (*ahead, signature)]
             short = short or first_short(self.adapt_plan(other, other.recorded.resident) for other in other_signatures)
         if short is None:
@@ -352,7 +352,7 @@ class PlannedSignatures:
         plan, step = signature.own_plan, signature.recorded
         resident_now = self.maker.waiting.resident_at(resident)
         is_met = resident_now == step.resident and not step.counts_on_freed_gradients
-        is_share = self._model.options.budget.share is not None  # of all signatures that have come
+        is_share = self._model.options.budget.share is not None  # a share changes as larger steps come
         if is_met and not (is_share and self.maker.limits(signature, step).budget_bytes != plan.budget_bytes):
             return None
         self._note_before(signature, resident)
@@ -386,11 +386,11 @@ class PlannedSignatures:
             signature.is_searching = False
             return
         solution, step = signature.own_plan.solution, signature.recorded
-        if self.adapt_plan(signature, resident) is not None:  # raised as the next such step begins: this one has run
+        if self.adapt_plan(signature, resident) is not None:  # this step has run: the next one raises
             self.history.record(signature, step)
             return
         if signature.plan is None or signature.plan.solution is not solution:
-            return  # planned again, or dropped: the step ran by the plan before
+            return  # the signature was planned again or dropped: this step ran by the plan before
         plan = signature.plan
         before_bytes, predicted_bytes = plan.measured.peak_bytes or 0, plan.measured.predicted_bytes or 0
         if peak_bytes > before_bytes or plan.planned_peak_bytes > predicted_bytes:
@@ -418,7 +418,7 @@ class PlannedSignatures:
                 f"{text}, after planning with a margin: something outside of the planned modules takes the memory."
             )
             return
-        margin_bytes = peak_bytes - plan.planned_peak_bytes  # larger than the margin of the present plan
+        margin_bytes = peak_bytes - plan.planned_peak_bytes  # exceeds the margin of the present plan
         corrected = replace(step, corrections=step.corrections + 1)
         tries = [replace(corrected, margin_bytes=margin_bytes)]
         if larger is not None:
@@ -438,8 +438,8 @@ class PlannedSignatures:
     def piece_measured(self, peak_bytes: int) -> None:
         """Warn if a step that ran only backwards of earlier forwards, without a plan, took more than the budget."""
         plans = [signature.own_plan for signature in self.history.planned]
-        budget_bytes = max((plan.budget_bytes for plan in plans), default=peak_bytes)  # shares differ by signature
-        said_bytes = max((plan.planned_peak_bytes for plan in plans), default=0)  # above the budget if nothing fits
+        budget_bytes = max((plan.budget_bytes for plan in plans), default=peak_bytes)  # the largest, if it is a share
+        said_bytes = max((plan.planned_peak_bytes for plan in plans), default=0)  # exceeds the budget if nothing fits
         if peak_bytes > max(budget_bytes, said_bytes):
             took = f"{format_bytes(peak_bytes)}, {format_bytes(peak_bytes - budget_bytes)} above the budget"
             self._messages.warn(

@@ -6,15 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hiremate_lightning.sessions.modes import (
-    Eager,
-    GivenBack,
-    Mode,
-    Offloaded,
-    StepFacts,
-    graph_mode,
-    step_mode,
-)
+from hiremate_lightning.sessions.modes import Eager, GivenBack, Mode, Offloaded, StepFacts, graph_mode, step_mode
 from hiremate_lightning.signatures.eager_predictions import Prediction, SavedTensors
 
 IN_MEMORY, OFFLOADED = SavedTensors
