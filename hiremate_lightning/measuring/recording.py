@@ -30,6 +30,8 @@ from .profiling import TimedRun
 from .resident import Resident
 from .runs import CALLED, CLOSED, LEFT, OTHER, OTHER_DONE, START, Event, Mark, Run
 
+MOST_BACKWARDS = 1000  # calls of backwards after which a step counts as over: its events take memory on the host
+
 
 class StepRecord:
     """The record of one step: its runs, and its memory from mark to mark.
@@ -65,6 +67,7 @@ class StepRecord:
         self.alive_at: dict[Mark, list[Output]] = {}  # outputs that live at a mark
         self._meter = meter
         self._is_closed = False
+        self._calls = 0  # calls of backwards so far
         self._unwatch: list[Callable[[], Any]] = []
         self.allocated_bytes = 0  # bytes allocated between the last forward and the first backward, on a CPU
         # Growth of live bytes from the step's start to the next step; None if not all was seen.
@@ -187,9 +190,17 @@ class StepRecord:
         self._mark_alive(Event.FORWARD_DONE.of(run.index))
 
     def backward_called(self) -> None:
-        """Mark the call of a backward, which begins in uncaptured code, the loss for example."""
-        if self.runs and not self.backwards and not self._is_closed and threading.get_ident() == self._thread:
+        """Mark the call of a backward, which begins in uncaptured code, the loss for example.
+
+        A step whose end is not seen, since no step follows it, is not measured: its meter stops after enough calls.
+        """
+        if self._is_closed or threading.get_ident() != self._thread:
+            return
+        self._calls += 1
+        if self.runs and not self.backwards:
             self._mark(CALLED)
+        if self._calls > MOST_BACKWARDS and isinstance(self._meter, MemoryMeter):
+            self._meter.give_up()
 
     def backward_starts(self, run: Run | None, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
         """Record the start of a backward: its tangents, and the leaves whose gradients it computes."""
@@ -282,7 +293,7 @@ class StepRecord:
             for unwatch in self._unwatch:  # these tensors may live for ever, and later records will watch them
                 unwatch()
             spans = _spans_of(self._meter.intervals)
-            closed = spans.pop() if sees_end else None
+            closed = spans.pop() if sees_end and spans else None  # there are none if its thread has ended
             if closed is not None and not at_once and self.is_measured and self._sees_frees:
                 batch = [
                     (span.label.size_bytes, span.released_bytes) for span in spans if span.label.event is Event.GIVEN

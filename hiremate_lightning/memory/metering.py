@@ -91,6 +91,7 @@ class MemoryMeter:
     """
 
     _running: ClassVar[list[weakref.ref[MemoryMeter]]] = []  # a thread's last meter counts, its others are paused
+    _left: ClassVar[dict[int, Callable[[], None]]] = {}  # by thread: ends a recording before the next one starts
 
     def __init__(self, device: torch.device, is_read: bool = True) -> None:
         self._thread = _measured_thread(device)
@@ -109,7 +110,8 @@ class MemoryMeter:
         # Autograd restores the profiler's state when a backward ends: a start or stop inside it would be undone.
         if backward_pass.is_running():
             return False
-        return MemoryMeter.is_running(device) or not runtime.profiler_is_running()
+        is_own = MemoryMeter.is_running(device) or _measured_thread(device) in MemoryMeter._left
+        return is_own or not runtime.profiler_is_running()
 
     @staticmethod
     def is_running(device: torch.device) -> bool:
@@ -144,7 +146,9 @@ class MemoryMeter:
 
     def start(self) -> None:
         """Begin to measure; the first mark is called "start"."""
-        outer = MemoryMeter._current(self._thread)
+        outer, end_left = MemoryMeter._current(self._thread), MemoryMeter._left.pop(self._thread, None)
+        if end_left is not None:
+            end_left()
         if outer is not None:
             outer.was_interrupted = True
             outer._pause()
@@ -154,8 +158,8 @@ class MemoryMeter:
 
     @property
     def is_counting(self) -> bool:
-        """Whether the meter runs and no inner meter has paused it."""
-        return MemoryMeter._current(self._thread) is self
+        """Whether the meter runs and no inner meter has paused it, also none that was dropped since."""
+        return MemoryMeter._current(self._thread) is self and self._dropped.alive
 
     @property
     def _is_of_this_thread(self) -> bool:
@@ -186,14 +190,39 @@ class MemoryMeter:
         if counts and outer is not None:
             outer._resume()
 
+    def give_up(self) -> None:
+        """End the measurement; it counts as interrupted."""
+        self.was_interrupted = self.lost_marks = True
+        self.stop()
+
     def _pause(self) -> None:
-        self._dropped.detach()
-        self._means.pause()
+        """Stop counting; it was interrupted if its thread ended, or if a meter paused it that was dropped since."""
+        runs = self._dropped.detach() is not None
+        if not runs or (self._thread != 0 and not (self._is_of_this_thread and runtime.profiler_is_running())):
+            self.was_interrupted = self.lost_marks = True
+        if runs:
+            MemoryMeter._end(self._thread, self._means.pause)
 
     def _resume(self) -> None:
         self._means.resume()
         # A meter that is dropped must not leave a profiler running.
-        self._dropped = weakref.finalize(self, self._means.pause)
+        self._dropped = weakref.finalize(self, MemoryMeter._drop, self._thread, self._means.pause)
+
+    @staticmethod
+    def _drop(thread: int, pause: Callable[[], None]) -> None:
+        """End the recording of a meter that is gone; inside of a backward, which would undo that, at the next start."""
+        if thread != 0 and backward_pass.is_running():
+            MemoryMeter._left[thread] = pause
+        else:
+            MemoryMeter._end(thread, pause)
+
+    @staticmethod
+    def _end(thread: int, pause: Callable[[], None]) -> None:
+        """End a recording; that of another thread when this thread starts the next one."""
+        if thread in (0, threading.get_ident()):
+            pause()
+        else:
+            MemoryMeter._left[thread] = pause
 
 
 def _measured_thread(device: torch.device) -> int:

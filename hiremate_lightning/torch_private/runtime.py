@@ -102,10 +102,10 @@ def drop_recording() -> None:
 
 
 def _end(*options: Any) -> list[list[Any]]:
-    """End the recording, and return PyTorch's events of each thread."""
+    """End the recording, and return PyTorch's events of each thread; none if the recording ended with its thread."""
     _giving_way.pop(threading.get_ident(), None)
     _enable_record_function(True)
-    threads: list[list[Any]] = torch.autograd._disable_profiler_legacy(*options)
+    threads: list[list[Any]] = torch.autograd._disable_profiler_legacy(*options) if profiler_is_running() else []
     level = _log_level()
     if level is not None and _levels:
         level.value = _levels.pop()

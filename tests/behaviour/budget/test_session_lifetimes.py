@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from functools import partial
 
@@ -147,3 +148,30 @@ def test_what_an_early_zero_grad_saves_is_said_and_true():
     (advice,) = advice_lines(late)
     assert f"{format_bytes(saved)} less are needed where a zero_grad() before the forward frees them" in advice
     assert not advice_lines(early)
+
+
+def test_a_model_is_trained_after_another_one_that_is_gone():
+    """The step of each that came last is still measured."""
+    first, second = warm_up(planned(), 2), warm_up(planned(seed=2), 2)
+    del second
+    gc.collect()
+    warm_up(first, 3)
+    assert_foreseen(first, abs=64)
+
+
+def test_a_model_is_trained_in_one_thread_after_another():
+    model, errors = planned(), []
+
+    def train() -> None:
+        try:
+            warm_up(model, 2)
+        except Exception as error:
+            errors.append(error)
+
+    for _ in range(4):
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    assert not errors
+    warm_up(model, 3)
+    assert_foreseen(model, abs=64)

@@ -232,3 +232,46 @@ def test_a_mark_from_another_thread_stands_in_no_meter():
     assert labels == ["start", "own"]
     assert [interval.label for interval in outer.intervals] == ["start", 0, 1, 2, 3]
     assert outer.lost_marks
+
+
+def test_a_meter_outlives_one_that_was_dropped_inside_of_it():
+    outer, inner = MemoryMeter(CPU), MemoryMeter(CPU)
+    outer.start()
+    inner.start()
+    del inner
+    assert measure_peak(lambda: floats(16 * KB)) == 16 * KB
+    outer.mark("too late")
+    outer.stop()
+    assert outer.lost_marks
+    assert not runtime.profiler_is_running()
+
+
+def test_a_meter_that_is_dropped_in_a_backward_blocks_nothing():
+    meters = [MemoryMeter(CPU)]
+    meters[0].start()
+    weight = torch.ones(4, requires_grad=True)
+    weight.register_hook(lambda gradient: meters.clear())
+    weight.sum().backward()
+    assert MemoryMeter.is_available(CPU)
+    assert measure_peak(lambda: floats(16 * KB)) == 16 * KB
+    assert not runtime.profiler_is_running()
+
+
+def test_a_meter_whose_thread_has_ended_is_known_to_be_lost():
+    """The next thread may get the number of the one that has ended."""
+    meters = []
+
+    def measure():
+        for meter in meters:
+            meter.stop()
+            assert meter.lost_marks
+        meters[:] = [MemoryMeter(CPU)]
+        meters[0].start()
+
+    for _ in range(4):
+        thread = threading.Thread(target=measure)
+        thread.start()
+        thread.join()
+    meters[0].stop()
+    assert meters[0].lost_marks
+    assert measure_peak(lambda: floats(16 * KB)) == 16 * KB
