@@ -314,7 +314,7 @@ def test_what_can_not_be_searched_is_refused(kind, options, budget, given, error
     assert module.batch_size == size
 
 
-def test_two_attributes_of_the_name_are_announced():
+def test_two_attributes_of_the_name_cause_a_warning():
     class Both(Module):
         def __init__(self) -> None:
             super().__init__()

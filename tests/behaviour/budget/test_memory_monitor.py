@@ -1,4 +1,4 @@
-"""The memory monitor: whole steps are measured, and what no plan foresaw is announced."""
+"""The memory monitor: whole steps are measured, and a warning names what no plan foresaw."""
 
 from __future__ import annotations
 

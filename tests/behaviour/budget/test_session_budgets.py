@@ -252,7 +252,7 @@ def test_a_budget_too_small_trains_with_one_warning():
     assert len([text for text in said if "Nothing fits the budget" in text]) == 1
 
 
-def test_the_least_memory_is_announced_again_as_it_grows():
+def test_the_least_memory_is_warned_of_again_as_it_grows():
     model = planned("1%", on_infeasible="warn")
     with recorded() as said:
         keeper, signature, plan = only_plan(warm_up(model, 4))

@@ -18,7 +18,7 @@ def warn_at(counts: list[int]) -> list[int]:
     return found
 
 
-def test_graphs_that_are_retained_ever_more_are_announced_once():
+def test_graphs_that_are_retained_ever_more_are_warned_of_once():
     assert warn_at([0, *range(1, 3 * RETAINING)]) == [RETAINING]
     assert not warn_at([1, 2, 3, 3, 4, 5, 6, 0, 1, 1, 1, 1, 1]), "retained from step to step"
 
@@ -31,7 +31,7 @@ def test_bytes_are_added_where_peak_and_budget_read_the_same():
 
 
 def slow_at(shares: list[float], step_s: list[float] | None = None) -> list[int]:
-    """List the steps after which slow planning is announced, by its share of the time of each."""
+    """List the steps after which a warning names slow planning, by its share of the time of each."""
     messages, found, planned_s = Messages("Net"), [], 0.0
     for step, (share, taken_s) in enumerate(zip(shares, step_s or [2.0] * len(shares), strict=True)):
         planned_s += taken_s * share
@@ -42,23 +42,23 @@ def slow_at(shares: list[float], step_s: list[float] | None = None) -> list[int]
     return found
 
 
-def test_steps_that_are_all_planned_anew_are_announced_once():
+def test_steps_that_are_all_planned_anew_are_warned_of_once():
     """A few that need no planning, since a size has come again, change nothing."""
     assert slow_at([0.9, *[0.5, 0.4, 0.3, 0.3, 0.5, 0.0] * PLANNING]) == [PLANNING - 1]
 
 
 @pytest.mark.parametrize("learning", [1, PLANNING // 3, 2 * PLANNING // 3])
-def test_steps_that_learn_at_first_are_not_announced(learning):
+def test_steps_that_learn_at_first_are_not_warned_of(learning):
     assert not slow_at([0.99] * learning + [0.02, 0.0, 0.2] * PLANNING)
 
 
-def test_a_few_steps_that_take_most_of_the_time_are_announced():
+def test_a_few_steps_that_take_most_of_the_time_are_warned_of():
     """One step in eight is planned anew, and takes twenty times as long as the others: three times plain's time."""
     few, long = [0.95, *[0.0] * 7] * PLANNING, [20.0, *[1.0] * 7] * PLANNING
     assert slow_at(few, long) == [2 * PLANNING]
 
 
-def test_a_few_long_steps_are_not_announced_once_they_are_rare():
+def test_a_few_long_steps_cause_no_warning_once_rare():
     """A first plan takes as long as many steps, and so does one that comes now and then."""
     rare = ([0.95] * 8 + [0.0] * (PLANNING - 8)) + ([0.9] + [0.0] * (PLANNING - 1)) * 4
     assert not slow_at(rare, [20.0] * 8 + [1.0] * (len(rare) - 8))

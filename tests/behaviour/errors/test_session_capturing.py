@@ -77,7 +77,7 @@ class Weighted(Net):
     ("use", "captured"),
     [(lambda y, w: y + w * y.square(), 2), (lambda y, w: y.clamp(-w, w), CAPTURES + 1)],
 )
-def test_a_changing_number_is_captured_once_more_or_announced(use, captured):
+def test_a_changing_number_is_captured_once_more_or_warned_of(use, captured):
     plain, planned = Weighted(use), Weighted(use)
     planned.load_state_dict(plain.state_dict())
     hiremate(planned, "90%", verbose=False)
@@ -171,7 +171,7 @@ def test_training_goes_on_after_torch_compiler_reset():
 
 
 @pytest.mark.parametrize("has_buffers", [True, False])
-def test_buffers_updated_inside_checkpoint_are_announced(has_buffers):
+def test_buffers_updated_inside_checkpoint_are_warned_of(has_buffers):
     class Checkpointing(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             body = self.body if has_buffers else self.body[0]

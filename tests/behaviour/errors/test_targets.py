@@ -367,7 +367,7 @@ def test_only_the_named_target_is_planned(make, target, adopted):
     assert get_plan(model) is not None
 
 
-def test_steps_that_no_plan_saw_are_announced_once():
+def test_steps_that_no_plan_saw_are_warned_of_once():
     model = hiremate(nn.Linear(32, 32), "60%", verbose=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -381,7 +381,7 @@ def test_steps_that_no_plan_saw_are_announced_once():
     step()
 
 
-def test_two_optimizers_that_step_in_turn_announce_nothing():
+def test_two_optimizers_that_step_in_turn_cause_no_warning():
     model = hiremate(Net(), "7 GiB", verbose=False)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.encoder, model.head)]
     for _ in range(4):
@@ -412,7 +412,7 @@ def plain_list(self, x):
     return x
 
 
-def test_layers_in_a_list_are_announced_once_and_planned_later():
+def test_layers_in_a_list_are_warned_of_once_and_planned_later():
     model = hiremate(plain_list(), "64 MiB", verbose=False)
     parameters = [p for layer in model.layers for p in layer.parameters()]
     x = torch.randn(8, 16)
@@ -444,7 +444,7 @@ def test_a_frozen_model_in_eval_mode_is_not_said_to_train(recwarn):
     assert not any("plain list" in str(w.message) for w in recwarn)
 
 
-def test_steps_in_eval_mode_are_announced_by_one_warning(recwarn):
+def test_steps_in_eval_mode_cause_one_warning(recwarn):
     model = hiremate(nn.Linear(32, 32), "60%", verbose=False).eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     take_steps(model, lambda _: batch(), 3, optimizer=optimizer, clears="never")

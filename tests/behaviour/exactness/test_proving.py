@@ -248,7 +248,7 @@ class Halved(nn.Linear):
         return halves.a + halves.b + self.bias
 
 
-def test_code_that_is_not_proved_is_told_of(caplog):
+def test_code_that_is_not_proved_is_logged(caplog):
     """The plan, its page and one line of the log say so, with the reason, though nothing else is shown."""
     module = nn.Sequential(Halved(), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     simple_loop(rows)(hiremate(module, "100%", verbose=False))

@@ -308,7 +308,7 @@ def test_a_model_that_was_planned_once_may_be_compiled():
     assert get_plan(model) is not None
 
 
-def test_a_plan_that_compiling_passes_by_is_announced():
+def test_a_plan_that_compiling_passes_by_is_warned_of():
     model = hiremate(chain(1), "90%", verbose=False)
     call = torch.compile(lambda x: model(x), backend="eager")
 

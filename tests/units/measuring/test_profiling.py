@@ -239,7 +239,7 @@ def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(damage, words, cap
     assert json.loads(path.read_text())["device"] == device_name(CPU)
 
 
-def test_a_folder_that_cannot_be_written_is_announced_and_nothing_else(captured, tmp_path, caplog):
+def test_a_folder_that_cannot_be_written_is_only_logged(captured, tmp_path, caplog):
     (tmp_path / "file").write_text("not a folder")
     with caplog.at_level(logging.WARNING, "hiremate_lightning"):
         profile = measure(captured, CostCache(tmp_path / "file"), QUICK)

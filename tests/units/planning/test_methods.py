@@ -126,7 +126,7 @@ def test_hilp_says_where_segments_are_faster():
     assert solution.note == "Segments, filled up, are faster here than the choice among the options of clusters."
 
 
-def test_a_note_is_announced_once_and_is_in_the_summary(caplog):
+def test_a_note_is_logged_once_and_is_in_the_summary(caplog):
     step = step_of(*skipping(8, 100 * KB))
     plans = [plan_of(step, step.eager_bytes * 8 // 10, solver="rotor") for _ in range(2)]
     assert [record.message for record in caplog.records] == [plans[0].solution.note]
