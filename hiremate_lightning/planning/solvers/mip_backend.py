@@ -62,6 +62,15 @@ class LinearProgram:
         """Add a row: lower <= sum of terms <= upper."""
         self.rows.append((name, terms, lower, upper))
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether no variable is an integer."""
+        return not any(self.is_integer)
+
+    def relaxed(self) -> LinearProgram:
+        """Return the linear relaxation: the same program without integers."""
+        return replace(self, is_integer=[False] * len(self.is_integer))
+
     def with_fixed(self, values: Sequence[float], free: Container[int]) -> LinearProgram:
         """Return the program with its integer variables fixed at feasible values, except the free ones."""
         bounds = [
@@ -124,12 +133,11 @@ def solve(
     program: LinearProgram,
     options: SolveOptions,
     time_limit_s: float,
-    relax: bool = False,
     absolute_gap: float = 0.0,
     start: Sequence[float] = (),
     work: Work | None = None,
 ) -> Result:
-    """Solve a program, or its linear relaxation, from a feasible start; return the incumbent and the bound.
+    """Solve a program from a feasible start; return the incumbent and the bound.
 
     The solve stops when objective and bound are within the gap, or after `time_limit_s` of work, which a backend may
     overshoot, or at the clock limit of `work`. Values of integer variables are rounded.
@@ -140,23 +148,23 @@ def solve(
     model = mip.Model(sense=mip.MINIMIZE, solver_name=backend_name(options))
     model.verbose = 0
     model.threads = 1
-    if not relax and absolute_gap > 0:
+    if absolute_gap > 0 and not program.is_linear:
         model.max_mip_gap_abs = absolute_gap
-    variables = _add_program(model, program, relax)
-    if start and not relax:
+    variables = _add_program(model, program)
+    if start and not program.is_linear:
         model.start = list(zip(variables, start, strict=True))
-    if relax and backend_name(options) == "CBC":  # a program without integers makes CBC print
+    if program.is_linear and backend_name(options) == "CBC":  # a program without integers makes CBC print
         model.add_var(lb=0.0, ub=0.0, var_type=mip.INTEGER)
-    work, meter = work or Work(time_limit_s), SolverMeter(program, relax, time_limit_s)
+    work, meter = work or Work(time_limit_s), SolverMeter(program, time_limit_s)
     status = meter.optimize(model, work.clock_left_s)
     work.add(meter.work_s)
-    return _read(model, variables, program, status, relax)
+    return _read(model, variables, program, status)
 
 
-def _add_program(model: mip.Model, program: LinearProgram, relax: bool) -> list[mip.Var]:
+def _add_program(model: mip.Model, program: LinearProgram) -> list[mip.Var]:
     """Add the variables and the rows of a program; return the variables."""
     variables = [
-        model.add_var(lb=lower, ub=upper, obj=cost, var_type=mip.INTEGER if integer and not relax else mip.CONTINUOUS)
+        model.add_var(lb=lower, ub=upper, obj=cost, var_type=mip.INTEGER if integer else mip.CONTINUOUS)
         for cost, (lower, upper), integer in zip(program.costs, program.bounds, program.is_integer, strict=True)
     ]
     for name, terms, lower, upper in program.rows:
@@ -168,21 +176,18 @@ def _add_program(model: mip.Model, program: LinearProgram, relax: bool) -> list[
     return variables
 
 
-def _read(
-    model: mip.Model, variables: list[mip.Var], program: LinearProgram, status: mip.OptimizationStatus, relax: bool
-) -> Result:
+def _read(model: mip.Model, variables: list[mip.Var], program: LinearProgram, status: mip.OptimizationStatus) -> Result:
     if status is mip.OptimizationStatus.INFEASIBLE:
         return Result(Status.INFEASIBLE)
     solved = status in (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.FEASIBLE)
     bound = model.objective_bound
-    if relax:  # a relaxation that was cut short proves nothing
+    if program.is_linear:  # a relaxation that was cut short proves nothing
         bound = model.objective_value if status is mip.OptimizationStatus.OPTIMAL else None
     proven = -math.inf if bound is None or not math.isfinite(bound) else float(bound)
     if not solved:
         return Result(Status.NOT_FOUND, bound=proven)
     values = tuple(
-        float(round(v.x)) if integer and not relax else float(v.x)
-        for v, integer in zip(variables, program.is_integer, strict=True)
+        float(round(v.x)) if integer else float(v.x) for v, integer in zip(variables, program.is_integer, strict=True)
     )
     kind = Status.OPTIMAL if status is mip.OptimizationStatus.OPTIMAL else Status.FEASIBLE
     return Result(kind, values, float(model.objective_value), proven)
@@ -202,9 +207,9 @@ class SolverMeter:
     CBC, and a HiGHS without callbacks, get a limit of nodes, which is also the same on each machine, but coarse.
     """
 
-    def __init__(self, program: LinearProgram, relax: bool, limit_s: float) -> None:
+    def __init__(self, program: LinearProgram, limit_s: float) -> None:
         entries = sum(len(terms) for _, terms, _, _ in program.rows)
-        self._is_linear = relax or not any(program.is_integer)
+        self._is_linear = program.is_linear
         self._iteration_s = INTEGER_S + INTEGER_ENTRY_S * entries
         if self._is_linear:
             self._iteration_s = LINEAR_S + LINEAR_ROW_S * len(program.rows)

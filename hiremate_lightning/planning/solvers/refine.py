@@ -131,7 +131,7 @@ class Neighbourhoods:
         self._checks = checks
         self._phased = PhasedProgram(search.model, search.limit, checks)
         program, options, work = self._phased.program, search.problem.options, search.model.work
-        self._relaxed = solve(program, options, search.left_s(), relax=True, work=work).values
+        self._relaxed = solve(program.relaxed(), options, search.left_s(), work=work).values
 
     def _solve(self, find: Callable[[Sequence[float]], Iterator[int]], seconds: float) -> Result:
         """Solve for one neighbourhood and offer the solution."""

@@ -37,7 +37,7 @@ def lower_bound(model: StepModel, limit_bytes: int, deadline: float) -> float | 
         if left <= 0:
             break
         program, _ = _program(model, limit_bytes, instant=position)
-        result = solve(program, model.problem.options, left, relax=True, work=model.work)
+        result = solve(program.relaxed(), model.problem.options, left, work=model.work)
         if result.status is Status.INFEASIBLE:
             return None
         if result.status is Status.OPTIMAL:
@@ -117,7 +117,7 @@ def roundings(search: Search, deadline: float) -> Iterator[Policy]:
         if left <= 0:
             return
         program, keep = _program(model, int(share * max(0, search.limit - at_turn)))
-        result = solve(program, search.problem.options, left, relax=True, work=model.work)
+        result = solve(program.relaxed(), search.problem.options, left, work=model.work)
         if result.values:
             yield Policy(frozenset(s for s, v in keep.items() if result.values[v] >= 0.5))
 

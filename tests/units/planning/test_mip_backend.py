@@ -35,8 +35,8 @@ def hard() -> LinearProgram:
     return program
 
 
-def with_backend(program: LinearProgram, backend: str, seconds: float = 10.0, **how: bool) -> Result:
-    return solve(program, SolveOptions(backend=backend), seconds, **how)  # type: ignore[arg-type]
+def with_backend(program: LinearProgram, backend: str, seconds: float = 10.0) -> Result:
+    return solve(program, SolveOptions(backend=backend), seconds)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -48,18 +48,18 @@ def test_a_knapsack_is_solved(backend: str):
     assert (result.objective, result.bound) == (pytest.approx(-9), pytest.approx(-9))
     started = solve(knapsack(), SolveOptions(backend=backend), 10.0, start=(1.0, 1.0, 0.0))
     assert started.objective == pytest.approx(-9)
-    result = with_backend(knapsack(), backend, relax=True)
+    result = with_backend(knapsack().relaxed(), backend)
     assert result.status is Status.OPTIMAL
     assert result.values == pytest.approx((1, 2 / 3, 1))
     assert result.bound == pytest.approx(-32 / 3)
 
 
-@pytest.mark.parametrize("relax", [True, False])
+@pytest.mark.parametrize("is_relaxed", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_no_value_meets_is_infeasible(backend: str, relax: bool):
+def test_what_no_value_meets_is_infeasible(backend: str, is_relaxed: bool):
     program = knapsack()
     program.row("more than there is", [(0, 1.0)], lower=2.0)
-    result = with_backend(program, backend, relax=relax)
+    result = with_backend(program.relaxed() if is_relaxed else program, backend)
     assert (result.status, result.values) == (Status.INFEASIBLE, ())
 
 
@@ -83,9 +83,9 @@ def test_running_out_of_time_leaves_a_bound_and_is_not_infeasible(backend: str):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_that_works_prints_nothing_and_has_no_failure(backend: str, capfd: pytest.CaptureFixture[str]):
-    for relax in (True, False):
-        with_backend(knapsack(), backend, relax=relax)
-        with_backend(LinearProgram(), backend, relax=relax)
+    for program in (knapsack(), LinearProgram()):
+        with_backend(program, backend)
+        with_backend(program.relaxed(), backend)
     assert failure.__wrapped__(backend) == ""
     assert capfd.readouterr() == ("", "")
 

@@ -106,7 +106,7 @@ def test_a_program_ends_at_the_same_place_each_time():
 
 def test_a_linear_program_ends_at_a_limit_of_iterations(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(SolverMeter, "most_iterations", lambda self: 2)
-    cut = solve(hard(), SolveOptions(), 0.3, relax=True)
+    cut = solve(hard().relaxed(), SolveOptions(), 0.3)
     assert cut.status is not Status.OPTIMAL
     assert cut.bound == -float("inf"), "of a relaxation that was cut short nothing is proven"
 

@@ -43,6 +43,6 @@ def rounded(search: Search) -> Iterator[Policy]:
     """Propose the relaxation, solved with some budget left free, rounded at several thresholds."""
     program = PhasedProgram(search.model, int((1 - SLACK) * search.limit), Checks(search.model.neediest(MOST_INSTANTS)))
     left_s = max(1.0, 0.5 * search.left_s())
-    result = solve(program.program, search.problem.options, left_s, relax=True, work=search.model.work)
+    result = solve(program.program.relaxed(), search.problem.options, left_s, work=search.model.work)
     for threshold in THRESHOLDS if result.values else ():
         yield program.policy(result.values, threshold)
