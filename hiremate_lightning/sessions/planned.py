@@ -449,12 +449,17 @@ class PlannedSignatures:
                 topic="piece",
             )
 
-    def confused(self, expected: StepSignature, signature: StepSignature, is_by_plans: bool) -> None:
-        """Record that a step of one signature was expected to have another; warn unless its plans fitted it."""
+    def compare_with_expected(self, step: CurrentStep, signature: StepSignature) -> None:
+        """Remember that a step began by the plan of another signature than its own; warn unless its plans fitted it."""
+        expected, graphs = step.expected, step.graphs
+        if expected is None or expected is signature or not graphs or step.forwards[0].signature is not expected:
+            return
+        if signature.plan is None and graphs[0] in graphs[1:]:
+            return  # it began again, for example after a forward without a backward
         self.history.confuse(expected)
         plans = (expected.plan, signature.plan)
         plan = max((p for p in plans if p is not None), key=lambda plan: plan.unplanned_peak_bytes)
-        if not (plan.solution.keeps_all or is_by_plans):
+        if not (plan.solution.keeps_all or step.is_by_plans):
             self._messages.warn(
                 "A step called other code than expected, so it began by the wrong plan: it may have taken more than "
                 f"its budget of {format_bytes(plan.budget_bytes)}. From now on such steps begin by the plan that needs "

@@ -299,6 +299,7 @@ class Steps(Conductor):
             self._end_captured(step)
 
     def _end_eager(self, step: CurrentStep, eager: Eager) -> None:
+        """Store what an eager step has shown: its peak, if it was measured."""
         self.ended = step
         if isinstance(eager, GivenBack):
             self._history.note(eager.likely, step.start)
@@ -308,17 +309,16 @@ class Steps(Conductor):
         self._eager_steps.ended(step, eager)
 
     def _end_captured(self, step: CurrentStep) -> None:
+        """Store what a captured step has shown: its signature, its memory, and a record or a peak for its plan."""
         step.has_captured = self._messages.count_captured(self._parts.traced_count)
         self.ended, signature = step, self._history.get_or_make(step.graphs)
-        expected, record = step.expected, step.record
+        record = step.record
         is_own = step.ran_by(self._history.taken_for(signature))
         self._history.ended(signature, step.start, step.is_by_plans)
-        signature.sights.fits_nothing = signature.sights.fits_nothing or step.taken_over.fits_nothing
+        signature.sights.fits_nothing |= step.taken_over.fits_nothing
         self._eager_steps.learn_from_taken_over(step, signature)
-        if expected is not None and step.forwards and step.forwards[0].signature is expected is not signature:
-            began_again = step.graphs[0] in step.graphs[1:]  # for example after a forward without a backward
-            if not is_own and (signature.plan is not None or not began_again):
-                self._planned.confused(expected, signature, step.is_by_plans)
+        if not is_own:
+            self._planned.compare_with_expected(step, signature)
         self._memory.step_ended(record, signature.graphs, step.has_captured)
         if record is not None:
             record.close(at_once=False)
