@@ -128,7 +128,7 @@ def _without_reads_of_dropped_nodes(graph: Graph, gone: set[int]) -> tuple[Node,
     made = {t for index in graph.forward for t in graph.nodes[index].outputs}
     early = [t for index in sorted(gone) for t in graph.nodes[index].inputs if t in made]
     nodes = [
-        replace(n, inputs=(), takes=None, eager_bytes=0, eager_inputs=()) if index in gone else n
+        replace(n, inputs=(), takes=None, eager_bytes=0, eager_inputs=(), function=None) if index in gone else n
         for index, n in enumerate(graph.nodes)
     ]
     if early:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
@@ -188,6 +189,7 @@ class _Builder:
         backward = [self._add_node(n, Direction.BACKWARD, overwritten) for n in backward_fx]
         for index in forward:
             self._add_replays(index)
+        self._group_by_function(backward)
         allocating = Graph(
             nodes=tuple(self.nodes),
             tensors=tuple(self.tensors),
@@ -301,6 +303,18 @@ class _Builder:
         )
         self.fx_nodes.append(node)
         return index
+
+    def _group_by_function(self, backward: Iterable[int]) -> None:
+        """Set `Node.function` of backward nodes. Sums of gradients belong to none, whatever their trace says."""
+        functions = defaultdict[int, list[int]](list)
+        for index in backward:
+            node = self.fx_nodes[index]
+            number = aot.function_of(node)
+            if number is not None and node.target is not aten.add.Tensor:
+                functions[number].append(index)
+        for first, *others in functions.values():
+            for index in (first, *others) if others else ():
+                self.nodes[index] = replace(self.nodes[index], function=first)
 
     def _add_replays(self, index: int) -> None:
         """Add the replay nodes that recompute the results of a random node or a batch norm."""

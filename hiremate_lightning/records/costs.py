@@ -6,11 +6,12 @@ operation counts, the same on every machine, for tests and for planning without 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .graph import OUTSIDE, Graph, Node, bytes_of
+from .graph import OUTSIDE, Graph
 
 HALF_TYPES = ("bfloat16", "float16")
 
@@ -54,23 +55,38 @@ def profile_from(fields: Mapping[str, Any]) -> Profile:
 
 def in_eager(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
     """Return a step as eager PyTorch runs it, with the larger storages, workspaces and reads that are known of it."""
-    storages = tuple(replace(s, size_bytes=s.size_bytes * s.eager_times, eager_times=1) for s in graph.storages)
-    nodes = list[Node]()
-    for node in graph.nodes:
-        if node.eager_inputs:
-            node = replace(node, inputs=tuple(dict.fromkeys((*node.inputs, *node.eager_inputs))))
-        if node.checkpoint is not None:  # `torch.utils.checkpoint` runs it again
-            node = replace(node, is_random=False, reads_mutated=False)
-        nodes.append(node)
+    storages = [replace(s, size_bytes=s.size_bytes * s.eager_times, eager_times=1) for s in graph.storages]
+    tensors, nodes = list(graph.tensors), list(graph.nodes)
+    latest: dict[int | None, int] = {}  # overwritten storage -> storage of the latest result over it
+    used, last = defaultdict[int, dict[int, None]](dict), dict[int, int]()  # by function of autograd
+    for index in (*graph.forward, *graph.backward):
+        node = graph.nodes[index]
+        if node.is_out_of_place_in_eager:
+            written = tensors[node.outputs[0]].storage
+            assert written is not None, "a result that is written over an input has memory"
+            latest[written] = len(storages)
+            storages.append(storages[written])
+        for tensor in node.outputs:
+            storage = tensors[tensor].storage
+            tensors[tensor] = replace(tensors[tensor], storage=latest.get(storage, storage))
+        if node.function is not None:
+            used[node.function] |= dict.fromkeys((*node.inputs, *node.outputs))
+            last[node.function] = index
+        nodes[index] = replace(
+            node,
+            inputs=tuple(dict.fromkeys((*node.inputs, *node.eager_inputs))),
+            is_mutating=node.is_mutating and not node.is_out_of_place_in_eager,
+            # `torch.utils.checkpoint` runs its nodes again.
+            is_random=node.is_random and node.checkpoint is None,
+            reads_mutated=node.reads_mutated and node.checkpoint is None,
+        )
+    for function, index in last.items():
+        read = (*nodes[index].inputs, *(t for t in used[function] if t not in nodes[index].outputs))
+        nodes[index] = replace(nodes[index], inputs=tuple(dict.fromkeys(read)))
     pairs = zip(graph.nodes, profile.workspace_bytes, strict=True)
-    workspaces = tuple(size if node.op == OUTSIDE else _eager_workspace(graph, node, size) for node, size in pairs)
-    return replace(graph, nodes=tuple(nodes), storages=storages), replace(profile, workspace_bytes=workspaces)
-
-
-def _eager_workspace(graph: Graph, node: Node, size_bytes: int) -> int:
-    """Return a node's workspace in eager PyTorch, with the result that eager allocates beside the overwritten input."""
-    written = bytes_of(graph, node.outputs) if node.is_out_of_place_in_eager else 0
-    return max(size_bytes, node.eager_bytes) + written
+    workspaces = tuple(size if node.op == OUTSIDE else max(size, node.eager_bytes) for node, size in pairs)
+    eager = replace(graph, nodes=tuple(nodes), tensors=tuple(tensors), storages=tuple(storages))
+    return eager, replace(profile, workspace_bytes=workspaces)
 
 
 @dataclass(frozen=True, slots=True)

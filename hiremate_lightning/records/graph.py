@@ -94,6 +94,9 @@ class Node:
     eager_inputs: tuple[int, ...] = ()  # tensors that only eager PyTorch reads here
     # For a node that the user's code calls in `torch.utils.checkpoint`, the first node of the same call.
     checkpoint: int | None = None
+    # For a backward node, the first node of the same autograd function; None if the function has no other node. Eager
+    # PyTorch keeps what the function reads and computes to the function's end.
+    function: int | None = None
     is_saved: bool = False  # whether the policy of selective checkpointing keeps its outputs nevertheless
     compiled: str = ""  # name of the function that it calls, if its author compiled it; "" for others
 
@@ -117,6 +120,7 @@ class Node:
             takes=None if self.takes is None else self.takes + tensors,
             eager_inputs=tuple(t + tensors for t in self.eager_inputs),
             checkpoint=None if self.checkpoint is None else self.checkpoint + nodes,
+            function=None if self.function is None else self.function + nodes,
         )
 
 

@@ -176,7 +176,8 @@ class GraphAtSizes:
 
 def _structure(node: Node) -> tuple[Any, ...]:
     """Return the fields of a node that do not depend on sizes, and that `Graph.difference` does not compare."""
-    return node.takes, node.is_out_of_place_in_eager, node.eager_inputs, node.checkpoint, node.is_saved, node.compiled
+    named = node.is_saved, node.compiled, node.function
+    return node.takes, node.is_out_of_place_in_eager, node.eager_inputs, node.checkpoint, *named
 
 
 def _elements(tensors: Sequence[Tensor]) -> list[int]:

@@ -79,6 +79,12 @@ def checkpoint_of(node: fx.Node) -> int | None:
     return number
 
 
+def function_of(node: fx.Node) -> int | None:
+    """Return the sequence number of the autograd function whose backward made a node; None for other nodes."""
+    number: int | None = node.meta.get("seq_nr") if node.meta.get("autograd_backward") else None
+    return number
+
+
 def describe_saved() -> Any:
     """Return AOTAutograd's descriptor of a saved tensor."""
     return SavedForBackwardsAOTOutput(0)
