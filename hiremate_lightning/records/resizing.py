@@ -88,7 +88,8 @@ class Resizing:
         self._widths = {dim for tensor in self.graph.tensors if tensor.storage in weights for dim in tensor.shape}
         measured = [(graph.sizes, profile.workspace_bytes) for graph, profile in eager]
         self._measured = [tuple(np.array(values, dtype=np.float64) for values in pair) for pair in measured]
-        self._shapes = self._find_shapes(samples)
+        outside = range(samples[0].storages, len(samples[0].graph.storages))  # storages of uncaptured code
+        self._shapes = _find_shapes([graph for graph, _ in eager], outside)
         self._values = {shapes: self._find_value(shapes) for shapes in set(self._shapes.values())}
 
     def at(self, sizes: Sizes) -> Bytes:
@@ -116,19 +117,6 @@ class Resizing:
         low, high = np.array([factors[self._shapes.get(s)] for s in range(len(storages))]).T
         return storages * low, storages * high, workspaces * measured[0], workspaces * measured[1]
 
-    def _find_shapes(self, samples: Sequence[Sample]) -> dict[int, tuple[Sizes, ...]]:
-        """Return, for each storage that a tensor fills, the shapes of this tensor in the samples."""
-        sizes, shapes = samples[0].graph.sizes, dict[int, tuple[Sizes, ...]]()
-        for tensors in zip(*(sample.graph.tensors for sample in samples), strict=False):  # uncaptured code may differ
-            storage, tensor_bytes = tensors[0].storage, math.prod(tensors[0].shape) * item_bytes(tensors[0].dtype)
-            if storage is None or storage >= samples[0].storages or not tensor_bytes:
-                continue
-            # The allocator may round up. Of several views, the one of most dimensions shows most sizes.
-            fills = tensor_bytes <= sizes[storage] <= 1.1 * tensor_bytes + 1024
-            if fills and (storage not in shapes or len(tensors[0].shape) > len(shapes[storage][0])):
-                shapes[storage] = tuple(tensor.shape for tensor in tensors)
-        return shapes
-
     def _find_value(self, shapes: tuple[Sizes, ...]) -> Value:
         """Return the sizes that a value may follow from, by its shapes in the samples."""
         shape, elements = shapes[0], tuple(map(math.prod, shapes))
@@ -150,6 +138,20 @@ class Resizing:
     def _is_number(self, dim: int) -> bool:
         """Whether a dimension may be a number of the model: it is, or divides, a dimension of a weight."""
         return dim == 1 or any(width % dim == 0 for width in self._widths)
+
+
+def _find_shapes(graphs: Sequence[Graph], outside: range) -> dict[int, tuple[Sizes, ...]]:
+    """Return, for each storage of captured code that a tensor fills, the shapes of this tensor in the graphs."""
+    sizes, shapes = graphs[0].sizes, dict[int, tuple[Sizes, ...]]()
+    for tensors in zip(*(graph.tensors for graph in graphs), strict=False):  # uncaptured code may differ
+        storage, tensor_bytes = tensors[0].storage, math.prod(tensors[0].shape) * item_bytes(tensors[0].dtype)
+        if storage is None or storage in outside or not tensor_bytes:
+            continue
+        # The allocator may round up. Of several views, the one of most dimensions shows most sizes.
+        fills = tensor_bytes <= sizes[storage] <= 1.1 * tensor_bytes + 1024
+        if fills and (storage not in shapes or len(tensors[0].shape) > len(shapes[storage][0])):
+            shapes[storage] = tuple(tensor.shape for tensor in tensors)
+    return shapes
 
 
 def _may_follow(elements: Sizes, product: Product) -> bool:

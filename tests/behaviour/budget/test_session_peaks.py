@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -212,20 +213,25 @@ def test_the_plain_peak_counts_masks_as_eager_saves_them(dtype):
     assert plan.unplanned_peak_bytes - plan.resident_bytes == pytest.approx(eager_bytes, abs=64)
 
 
-class Classifier(nn.Module):
-    """Few weights and a loss over many classes, which is the peak of the step."""
+class Small(nn.Module):
+    """Few weights, and a loss of many values that is the peak of the step."""
 
-    def __init__(self) -> None:
+    def __init__(self, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8 * WIDTH)
+        self.body, self.head, self.loss_of = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8 * WIDTH), loss_of
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.body(x))
-        return F.cross_entropy(logits, torch.zeros(logits.shape[0], dtype=torch.long))
+        return self.loss_of(self.head(self.body(x)))
 
 
-def test_the_eager_peak_counts_results_beside_gradients():
-    model, x = Classifier(), batch()
+def cross_entropy(logits: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, torch.zeros(logits.shape[0], dtype=torch.long))
+
+
+@pytest.mark.parametrize("loss_of", [cross_entropy, lambda y: y.square().mean(), lambda y: y.logsumexp(1).sum()])
+def test_the_eager_peak_counts_what_autograd_keeps_for_a_moment(loss_of):
+    """Results stand beside the gradients that die, and values of a function of autograd live to its end."""
+    model, x = Small(loss_of), batch()
     model(x).backward()
     eager_bytes = measure_peak(lambda: model(x).backward())
     hiremate(model, "100%", verbose=False)
