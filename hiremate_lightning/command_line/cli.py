@@ -172,7 +172,7 @@ class _Parser(OneLineParser):
         return super().parse_known_args(words, namespace)
 
 
-class _Once(argparse.Action):
+class _UsedOnce(argparse.Action):
     """Store an option that takes a list; refuse a second use, which would replace the first silently."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
@@ -257,7 +257,7 @@ def _model_command(commands: Any, name: str, words: str) -> argparse.ArgumentPar
     parser.add_argument("factory", metavar="FACTORY", help="what gives the model, see above")
     step = parser.add_argument_group("the step")
     words = "[NAME=]SHAPE[:DTYPE],..., such as 64x3x224x224"
-    step.add_argument("--input", action=_Once, default=(), metavar="SHAPES", help=words)
+    step.add_argument("--input", action=_UsedOnce, default=(), metavar="SHAPES", help=words)
     step.add_argument("--device", default="cpu", help="cpu or cuda; it need not be there (default: %(default)s)")
     step.add_argument("--loss", default="auto", help="auto, model (what it returns) or sum (of its outputs)")
     step.add_argument("--optimizer", default="AdamW", help="class of torch.optim, or none (default: %(default)s)")
