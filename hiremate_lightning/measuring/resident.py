@@ -31,9 +31,6 @@ class Resident:
     left_bytes: int = 0  # bytes of the previous step's outputs that are freed as the last forward returns
     kept: frozenset[int] = frozenset()  # storages of the parameters whose gradients are part of `size_bytes`
     kinds: tuple[tuple[str, int], ...] = field(default=(), compare=False)  # the parts of `size_bytes`: names and bytes
-    # The part of `size_bytes` that is held by waiting graphs, whose backward is still to come, and by other values that
-    # the iteration has made.
-    waiting_bytes: int = 0
     eager_waiting_bytes: int = 0  # `waiting_bytes` as they are in eager training
     waiting: tuple[tuple[Part, Schedule], ...] = ()  # the waiting graphs, each with the schedule of its run
     # Gradients that the optimizer has used, if they count as stale: their bytes, and their parameters' storages.
@@ -49,11 +46,17 @@ class Resident:
 
     def with_beside(self, size_bytes: int) -> Resident:
         """Return a copy with more bytes that the iteration has made beside waiting graphs, as it does in eager mode."""
-        return replace(
-            self.with_more(BESIDE, size_bytes),
-            waiting_bytes=self.waiting_bytes + size_bytes,
-            eager_waiting_bytes=self.eager_waiting_bytes + size_bytes,
-        )
+        resident = self.with_more(BESIDE, size_bytes)
+        return replace(resident, eager_waiting_bytes=self.eager_waiting_bytes + size_bytes)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The part of `size_bytes` that waiting graphs, and other values that the iteration has made, hold."""
+        return self.bytes_of(WAITING) + self.bytes_of(BESIDE)
+
+    def bytes_of(self, kind: str) -> int:
+        """Return the part of `size_bytes` that is of a kind."""
+        return dict(self.kinds).get(kind, 0)
 
     @property
     def existing_bytes(self) -> int:
@@ -68,7 +71,7 @@ class Resident:
     @property
     def state_bytes(self) -> int:
         """Bytes of the optimizers' state."""
-        return dict(self.kinds).get("optimizer state", 0)
+        return self.bytes_of("optimizer state")
 
     def with_state(self, size_bytes: int) -> Resident:
         """Return a copy in which the optimizers' state has at least `size_bytes`."""
@@ -77,4 +80,4 @@ class Resident:
     @property
     def batch_bytes(self) -> int:
         """Bytes of the batch."""
-        return dict(self.kinds).get("batch", 0)
+        return self.bytes_of("batch")

@@ -229,18 +229,15 @@ class ResidentMemory:
         waiting = self._find_waiting()
         if waiting:
             kinds[WAITING] = self._bytes_of(held_by(saved for _, saved in waiting), seen)
-        waiting_bytes = kinds.get(WAITING, 0)
         graphs = tuple((part, saved.program.schedule) for part, saved in waiting)
-        eager_bytes = waiting_bytes + sum(more_kept_in_eager(part.captured.graph, s) for part, s in graphs)
+        eager_bytes = kinds.get(WAITING, 0) + sum(more_kept_in_eager(part.captured.graph, s) for part, s in graphs)
         size_bytes = sum(kinds.values())
         if self.device.type == "cuda":
             size_bytes, counted_bytes = torch.cuda.memory_allocated(self.device) - stale, size_bytes
             kinds["other"] = max(0, size_bytes - counted_bytes)
         kept = frozenset(map(tensor_state.storage_id, gradients_of))
         still_kept, used = (frozenset[int](), (stale, kept)) if stale else (kept, (0, frozenset[int]()))
-        return Resident(
-            size_bytes, stale, 0, still_kept, tuple(kinds.items()), waiting_bytes, eager_bytes, graphs, used
-        )
+        return Resident(size_bytes, stale, 0, still_kept, tuple(kinds.items()), eager_bytes, graphs, used)
 
     def as_seen(self, resident: Resident) -> Resident:
         """Return the count from before the step that has just ended, corrected if used gradients were not freed."""

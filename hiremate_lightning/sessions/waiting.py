@@ -133,7 +133,6 @@ class WaitingGraphs:
         more_bytes = sum(self._of(part, holds).more_bytes(schedule) for part, schedule in resident.waiting)
         return replace(
             resident.with_more(WAITING, more_bytes),
-            waiting_bytes=resident.waiting_bytes + more_bytes,
             waiting=tuple((part, self._of(part, holds).schedule) for part, _ in resident.waiting),
         )
 
