@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from .. import thresholds
@@ -33,13 +32,7 @@ class _RecordedCalls:
         self._span_at = {span.label: position for position, span in enumerate(record.spans)}
         self._ends = [Event.FORWARD.of(run.index) for run in self.planned[1:]]  # ends of the code after each forward
         self._ends += [Event.BACKWARD.of(run.index) for run in self.backwards[:1]]
-        self._held_into_backwards = {run.index: self._find_held_into_backwards(run) for run in self.planned}
-        self._released = Counter[int]()  # bytes of outputs held into backwards, by number of backwards before the free
-        for run in self.planned:
-            held = self._held_into_backwards[run.index]
-            for ended in set(held.values()):
-                self._released[ended] += bytes_of(run.graph, (t for t, at in held.items() if at == ended))
-        self._held_until = self._find_held_until()
+        self._held_until = self._find_held_until()  # for each run, by output, see `Call.held_until`
 
     def call(self, run: Run) -> Call:
         """Return the call of a run, with the uncaptured code before, between and after its halves."""
@@ -52,8 +45,8 @@ class _RecordedCalls:
         graph, profile = run.as_run(profile)
         # The uncaptured code after the forward runs until the next forward, or until the first backward.
         done, mark = Event.FORWARD_DONE.of(run.index), self._ends[number]
-        lived = self._lived(run, done)
-        died, alive = list[Output](), set(self._lived(run, mark))
+        lived = [(i, t) for i, t in self._alive_at(done) if i <= run.index]
+        died, alive = list[Output](), set(self._alive_at(mark))
         if self._spans(done, mark) and mark in record.alive_at:  # died: no longer alive, and not saved by their run
             died = [(i, t) for i, t in lived if (i, t) not in alive and not record.runs[i].saves(t)]
         stages, called_at = self._stages(run, mark, lived, died)
@@ -84,43 +77,38 @@ class _RecordedCalls:
         )
 
     def _find_held_until(self) -> dict[int, dict[int, int]]:
-        """Return `Call.held_until` of the call of each run."""
+        """Return, for each run, the number of forwards and backwards that have run when code frees its outputs."""
         held_until = {run.index: dict[int, int]() for run in self.planned}
         for ended, mark in enumerate(self._ends, start=1):
-            for index, tensor in self._record.alive_at.get(mark, ()):
-                if index in held_until:
-                    held_until[index][tensor] = ended
+            for index, tensor in self._alive_at(mark):
+                held_until[index][tensor] = ended
         for run in self.planned:
-            held = self._held_into_backwards[run.index]
-            held_until[run.index].update({t: len(self.planned) + ended for t, ended in held.items()})
-            held_until[run.index].update(dict.fromkeys(self._outlive_backward(run), HELD_TO_THE_END))
+            outlive = [t for i, t in self._alive_at(Event.BACKWARD_DONE.of(run.index)) if i == run.index]
+            held_until[run.index].update(self._held_into_backwards(run, outlive))
+            held_until[run.index].update(dict.fromkeys(outlive, HELD_TO_THE_END))
         return held_until
 
-    def _find_held_into_backwards(self, run: Run) -> dict[int, int]:
+    def _held_into_backwards(self, run: Run, outlive: Collection[int]) -> dict[int, int]:
         """Return the outputs of a run that uncaptured code holds into the backward, for example to read them there.
 
-        Each comes with the number of backwards after which it is freed: up to the last one at whose start it lives.
-        Outputs that outlive their own backward don't count. Neither do outputs that a captured graph, whose backward
-        has not run yet, may hold: as a saved value of this run, or as an input of another one.
+        They are freed after the last backward at whose start they live. Outputs that outlive their own backward don't
+        count. Neither do outputs that a captured graph, whose backward has not run yet, may hold: as a saved value of
+        this run, or as an input of another one.
         """
-        stay, held = {run.graph.tensors[t].storage for t in self._outlive_backward(run)}, dict[int, int]()
-        for ended, starting in enumerate(self.backwards):
-            may_hold = self.backwards[ended:]
+        stay, held = {run.graph.tensors[t].storage for t in outlive}, dict[int, int]()
+        for number, starting in enumerate(self.backwards):
+            may_hold = self.backwards[number:]
             links = {output for other in may_hold for output in other.links.values()}
-            alive = self._record.alive_at.get(Event.BACKWARD.of(starting.index), ())
+            alive = self._alive_at(Event.BACKWARD.of(starting.index))
             for t in (t for i, t in alive if i == run.index):
                 is_saved = (run.index, t) in links or (run in may_hold and run.saves(t))
                 if not is_saved and run.graph.tensors[t].storage not in stay:
-                    held[t] = ended + 1
+                    held[t] = len(self.planned) + number + 1
         return held
 
-    def _outlive_backward(self, run: Run) -> list[int]:
-        """List the outputs of a run that live when its backward has ended."""
-        return [t for i, t in self._record.alive_at.get(Event.BACKWARD_DONE.of(run.index), ()) if i == run.index]
-
-    def _lived(self, run: Run, mark: Mark) -> list[Output]:
-        """List the outputs, of a planned run and of planned runs before it, that lived at a mark."""
-        return [(i, t) for i, t in self._record.alive_at.get(mark, ()) if i <= run.index and i in self.place]
+    def _alive_at(self, mark: Mark) -> list[Output]:
+        """List the outputs of planned runs that live at a mark."""
+        return [(i, t) for i, t in self._record.alive_at.get(mark, ()) if i in self.place]
 
     def _sizes(self, outputs: Iterable[Output]) -> dict[int, int]:
         """Return the bytes of outputs by storage."""
@@ -185,9 +173,15 @@ class _RecordedCalls:
         gap = self._between(Event.BACKWARD_DONE.of(previous.index), Event.BACKWARD.of(run.index))
         if gap is None:
             return Gap()
-        freed_bytes = bytes_of(previous.graph, previous.passed_on) + previous.accumulated_bytes + self._released[ended]
+        freed_bytes = bytes_of(previous.graph, previous.passed_on) + previous.accumulated_bytes
         freed_bytes += sum(previous.tangent_bytes[position] for position in previous.outlasting)
+        freed_bytes += self._freed_bytes(len(self.planned) + ended)
         return replace(gap, held_bytes=gap.held_bytes + freed_bytes - sum(run.tangent_bytes))
+
+    def _freed_bytes(self, ended: int) -> int:
+        """Return the bytes of outputs that code frees after this number of forwards and backwards."""
+        freed = ((run.graph, self._held_until[run.index].items()) for run in self.planned)
+        return sum(bytes_of(graph, (t for t, until in outputs if until == ended)) for graph, outputs in freed)
 
     def _between(self, first: Mark, last: Mark) -> Gap | None:
         """Return growth and peak of memory between two marks; None if not measured."""
