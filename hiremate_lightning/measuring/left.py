@@ -177,21 +177,23 @@ class Iterations:
         elif waiting and self._place not in self._sizes:
             self.needs_measured_steps = True
 
-    def note_and_add(self, resident: Resident) -> Resident:
-        """Store the bytes that the iteration has made before this step; return the count with these added."""
-        counted_bytes = resident.existing_bytes
+    def measure(self, counted_bytes: int) -> None:
+        """Store the bytes that the iteration has made before this step, beside `counted_bytes`."""
         if self._begins:
             self._existing_bytes = counted_bytes
+        elif self._have_waited and self._existing_bytes is not None:
+            most_bytes = max(self._existing_bytes - counted_bytes, self._sizes_now.get(self._place, 0))
+            self._sizes[self._place] = self._sizes_now[self._place] = most_bytes
+
+    def add_to(self, resident: Resident) -> Resident:
+        """Add the bytes that the iteration has made to a count that does not include them; return the sum."""
         if self._begins or not self._have_waited:
             return resident
         if self._existing_bytes is None:
             return resident.with_beside(self._sizes.get(self._place, 0))
-        beside_bytes = max(0, self._existing_bytes - counted_bytes)
-        self._sizes_now[self._place] = max(beside_bytes, self._sizes_now.get(self._place, 0))
-        self._sizes[self._place] = self._sizes_now[self._place]
-        return resident.with_beside(beside_bytes)
+        return resident.with_beside(max(0, self._existing_bytes - resident.existing_bytes))
 
-    def note_uncounted(self, uncounted: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def older(self, uncounted: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors from before the iteration; at its beginning, or if not seen, store and return all."""
         tensors = list(uncounted)
         if self._begins or not self._have_waited or self._existing_bytes is None:

@@ -191,7 +191,9 @@ class ResidentMemory:
         self._left.measure(self._present(arguments))
         if self.device.type == "cuda":  # all allocated memory has been counted
             return self._left.sort_out(resident)
-        return self.iterations.note_and_add(self._left.add_to(resident))
+        resident = self._left.add_to(resident)
+        self.iterations.measure(resident.existing_bytes)
+        return self.iterations.add_to(resident)
 
     def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor]) -> None:
         """Let the record of a step that begins mark the release of tensors from before the step.
@@ -206,7 +208,7 @@ class ResidentMemory:
             on_host = (t for t in tensor_state.plain_tensors_of_python() if t.device.type == "cpu")
             large = {tensor_state.storage_id(t): t for t in on_host if t.untyped_storage().nbytes() >= LARGE_BYTES}
             uncounted = (tensor for storage, tensor in large.items() if storage not in record.counted)
-            record.watch_releases(Event.UNCOUNTED, self.iterations.note_uncounted(uncounted))
+            record.watch_releases(Event.UNCOUNTED, self.iterations.older(uncounted))
 
     def _present(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
         """List the counted storages that exist before a step with these arguments, without left memory."""

@@ -114,7 +114,8 @@ def grown(size_bytes: int | None) -> Any:
 
 
 def found(iterations: Iterations, counted_bytes: int) -> int:
-    return dict(iterations.note_and_add(Resident(counted_bytes, 0)).kinds).get(BESIDE, 0)
+    iterations.measure(counted_bytes)
+    return iterations.add_to(Resident(counted_bytes, 0)).bytes_of(BESIDE)
 
 
 def run_iteration(iterations: Iterations, grown_bytes: list[int | None]) -> list[int]:
@@ -162,7 +163,7 @@ def test_tensors_that_the_iteration_made_are_told_from_older_ones():
     run_iteration(iterations, [0])
     iterations.step_begins(None, KIND, (), has_stepped=True)
     found(iterations, 100)
-    assert len(iterations.note_uncounted([old])) == 1
+    assert len(iterations.older([old])) == 1
     iterations.step_begins(grown(0), KIND, GRAPH, has_stepped=False)
     found(iterations, 100)
-    assert [tensor is old for tensor in iterations.note_uncounted([torch.ones(4), old])] == [True]
+    assert [tensor is old for tensor in iterations.older([torch.ones(4), old])] == [True]
