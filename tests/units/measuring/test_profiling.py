@@ -428,7 +428,7 @@ def test_a_page_is_counted_when_it_is_touched_first(memory):
     assert again < PAGES / 10
 
 
-def test_the_cost_is_what_the_first_touch_takes_longer_than_the_second():
+def test_the_cost_is_the_extra_time_of_the_first_touch():
     clocks, faults = iter([0.0, 0.003, 0.004]), iter([100, 104])
     assert profiling._page_fault_ms(clocks.__next__, faults.__next__) == pytest.approx(0.5)
 

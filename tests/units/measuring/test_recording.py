@@ -59,7 +59,7 @@ def test_runs_are_in_the_order_of_their_forwards_and_linked():
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_an_input_that_other_code_made_goes_with_the_backward_that_reads_it(is_kept):
+def test_an_input_made_by_code_is_freed_with_its_backward(is_kept):
     kept = []
 
     def step(model):
@@ -74,7 +74,7 @@ def test_an_input_that_other_code_made_goes_with_the_backward_that_reads_it(is_k
     assert (first.released_bytes, second.released_bytes) == (0, 0 if is_kept else SIZE)
 
 
-def test_an_input_that_was_there_before_the_step_is_none_that_other_code_made_in_it():
+def test_an_input_from_before_the_step_is_not_made_by_code():
     _, (call,), _ = record_of(lambda model: model.encoder(batch().requires_grad_() + 1).square().mean().backward())
     assert call.released_bytes == 0
 
@@ -233,7 +233,7 @@ class Left:
         return []
 
 
-def test_in_a_count_of_all_outputs_that_are_dropped_before_the_backward_are_stale():
+def test_a_full_count_takes_outputs_freed_early_as_stale():
     everything, left, record = Resident(1000, 50), LeftOutputs(), Left(200)
     left.step_ended(record)
     left.measure(())
@@ -246,7 +246,7 @@ def test_in_a_count_of_all_outputs_that_are_dropped_before_the_backward_are_stal
 
 
 @pytest.mark.parametrize("stale_bytes", [0, 50])
-def test_outputs_that_are_dropped_as_the_forward_returns_are_told_from_what_is_stale(stale_bytes):
+def test_outputs_freed_as_the_forward_returns_are_not_stale(stale_bytes):
     before, left, record = Resident(1000, stale_bytes), LeftOutputs(), Left(200)
     record.left_at_return = True
     left.step_ended(record)

@@ -27,7 +27,7 @@ def test_an_optimizer_of_the_model_is_told_from_others():
 
 
 @pytest.mark.filterwarnings("error")  # of PyTorch, where a gradient of what is no leaf is asked for
-def test_parameters_with_others_in_their_place_count_beside_these():
+def test_replaced_parameters_count_beside_their_replacements():
     model = Counted()
     weights = {name: 2 * parameter for name, parameter in model.named_parameters()}
     torch.func.functional_call(model, weights, (torch.ones(1, 64),)).sum().backward()
@@ -38,7 +38,7 @@ def test_parameters_with_others_in_their_place_count_beside_these():
 
 
 @pytest.mark.parametrize("is_counted_between", [False, True])
-def test_gradients_that_were_to_be_freed_and_stayed_are_counted_once_that_was_seen(is_counted_between):
+def test_gradients_that_stay_against_expectation_are_counted(is_counted_between):
     """A count in between does not change what was seen before the step."""
     model = nn.Linear(8, 8)
     optimizer, memory = torch.optim.SGD(model.parameters()), ResidentMemory(model)
@@ -158,7 +158,7 @@ def test_nothing_is_asked_for_where_no_graph_waits():
     assert not iterations.needs_measured_steps
 
 
-def test_tensors_that_the_iteration_made_are_told_from_older_ones():
+def test_tensors_of_the_iteration_are_not_taken_for_older():
     iterations, old = Iterations(), torch.ones(4)
     run_iteration(iterations, [0])
     iterations.step_begins(None, KIND, (), has_stepped=True)

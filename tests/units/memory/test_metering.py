@@ -29,7 +29,7 @@ def test_results_and_gradients_count_and_what_existed_does_not():
     assert measure_peak((weight * 2).sum().backward) >= weight.nbytes
 
 
-def test_each_interval_has_its_own_peak_and_the_bytes_at_its_start():
+def test_each_interval_has_its_own_peak_and_first_bytes():
     with MemoryMeter(CPU) as meter:
         kept = floats(8 * KB)
         meter.mark("second")

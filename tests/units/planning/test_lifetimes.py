@@ -75,7 +75,7 @@ def test_a_view_keeps_the_block_alive_and_has_none_of_its_own():
     assert [(life.node, life.size_bytes, life.last) for life in lives] == [(0, 100, 2), (2, 7, 2)]
 
 
-def test_what_others_hold_lives_to_the_end_and_is_outside_of_the_plan():
+def test_memory_held_by_others_lives_on_outside_of_the_plan():
     b = Builder()
     loss = b.outside((b.op("a", (), 100),), 30)
     b.op("g", (), 1, backward=True)

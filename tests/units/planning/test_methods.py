@@ -82,7 +82,7 @@ def solved(name: str, step: tuple[Graph, Profile], percent: int) -> tuple[Soluti
     return get_strategy(name)(problem_of(step, budget)), budget
 
 
-def test_what_a_method_proposes_is_told_beside_what_was_made_of_it():
+def test_a_methods_proposal_stands_beside_the_plan_made_of_it():
     solution, budget = solved("chen", chain(16, KB), 80)
     assert solution.proposed_bytes < solution.peak_bytes <= budget
     assert solution.proposed_ms > solution.recompute_ms
@@ -97,7 +97,7 @@ def test_where_no_schedule_of_a_method_fits_the_repair_is_told():
 
 
 @pytest.mark.usefixtures("_own_strategies")
-def test_a_method_that_proposes_nothing_says_what_was_taken_instead():
+def test_a_method_without_a_proposal_names_its_replacement():
     strategy("mute, for a test")(lambda search: iter(()))
     solution, _ = solved("mute, for a test", chain(12, KB), 60)
     assert solution.is_feasible
@@ -113,7 +113,7 @@ def test_methods_for_chains_say_where_a_step_is_none(name: str):
         assert "\n" not in note
 
 
-def test_checkmate_says_where_its_program_is_too_large_to_be_tried(change_thresholds):
+def test_checkmate_notes_that_its_program_is_too_large(change_thresholds):
     change_thresholds(program_variables=10)
     solution, _ = solved("checkmate", chain(12, KB), 60)
     assert solution.is_feasible
@@ -192,7 +192,7 @@ def persistent_frontier(seed: int, length: int) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("length", [2, 3, 4, 5])
 @pytest.mark.parametrize("seed", range(6))
-def test_rotor_is_the_best_of_all_persistent_schedules_of_a_chain(seed: int, length: int):
+def test_rotor_is_the_best_persistent_schedule_of_a_chain(seed: int, length: int):
     frontier = persistent_frontier(seed, length)
     for budget in sorted({peak for peak, _ in frontier}):
         model = StepModel(problem_of(uneven_chain(seed, length), budget))
@@ -301,7 +301,7 @@ def test_chen_keeps_the_inputs_of_sqrt_n_segments():
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.integers(0, 10**6), st.integers(3, 14))
-def test_the_cost_of_an_evicted_neighbourhood_follows_each_change(seed: int, length: int):
+def test_the_cost_of_an_evicted_neighbourhood_follows_changes(seed: int, length: int):
     model, rng = StepModel(problem_of(random_graph(seed, length), 0)), random.Random(seed)
     near = dtr.EvictedNeighbours(model)
     for _ in range(30):
@@ -359,7 +359,7 @@ def test_the_separators_are_those_of_a_tree_decomposition(seed: int, length: int
         assert outside <= on_the_way
 
 
-def test_on_chains_twremat_takes_memory_that_grows_by_a_constant_as_they_double():
+def test_twremat_adds_constant_memory_as_a_chain_doubles():
     peaks = []
     for length in (16, 32, 64, 128):
         model = StepModel(problem_of(chain(length), 0))

@@ -158,7 +158,7 @@ def test_a_file_is_not_for_a_host_with_less_memory(tmp_path: Path):
     assert files.read(small, "portfolio") is None
 
 
-def test_the_same_solve_is_answered_from_memory_with_offloaded_values():
+def test_a_repeated_solve_with_offloading_is_remembered():
     step = step_of(transformer(4))
     problem = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
     asked = []

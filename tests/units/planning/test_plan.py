@@ -36,7 +36,7 @@ def test_predictions_are_simulated_from_the_decisions(plan: Plan):
     assert plan.changed(profile=dearer).planned.peak_bytes > known.peak_bytes
 
 
-def test_the_bound_is_a_share_of_the_plain_step_and_the_gap_of_the_planned_one():
+def test_the_bound_is_a_share_of_eager_time_the_gap_of_planned():
     graph, profile = transformer(1)
     step_ms = sum(profile.time_ms[n] for n in (*graph.forward, *graph.backward))
     solution = Solution("hilp", Status.FEASIBLE, keep_all(graph), recompute_ms=step_ms, bound_ms=step_ms / 2)

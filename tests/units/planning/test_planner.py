@@ -170,7 +170,7 @@ def first_of(step, budget_bytes, free_bytes=0):
     return unless_short(outcome)
 
 
-def test_a_part_that_fits_neither_the_budget_nor_the_device_is_refused():
+def test_a_part_beyond_budget_and_device_is_refused():
     step = step_of(*transformer(2))
     smallest = smallest_of(step)
     assert first_of(step, smallest).peak_bytes == smallest

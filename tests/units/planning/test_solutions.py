@@ -61,7 +61,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize(("spoil", "words"), SPOILT.values(), ids=SPOILT)
-def test_a_file_that_is_not_what_it_should_be_is_ignored_with_a_warning(solved, tmp_path, caplog, spoil, words):
+def test_a_spoiled_file_is_ignored_with_a_warning(solved, tmp_path, caplog, spoil, words):
     problem, _, path = solved
     path.write_text(spoil(json.loads(path.read_text())))
     with caplog.at_level(logging.WARNING, "hiremate_lightning"):

@@ -81,7 +81,7 @@ def check(problem: Problem, solution: Solution) -> None:
     assert solution.bound_ms <= solution.recompute_ms + TOLERANCE_MS
 
 
-def test_the_random_graphs_have_every_kind_of_node_and_most_can_be_searched():
+def test_random_graphs_have_all_kinds_of_nodes():
     graphs = [random_graph(seed)[0] for seed in range(100)]
     assert any(graph.held for graph in graphs)
     replayed = [graph.nodes[node.replays] for graph in graphs for node in graph.nodes if node.replays is not None]
@@ -168,7 +168,7 @@ def test_keeping_everything_is_plain_training():
         assert kept.peak_bytes == model.keep_all_bytes == replay(problem, keep_all(problem.graph)).peak_bytes
 
 
-def test_a_value_that_cannot_be_recomputed_is_kept_whatever_the_policy_says():
+def test_a_value_that_cannot_be_recomputed_is_always_kept():
     problem = problem_of(random_graph(1), 0)
     model = StepModel(problem)
     assert model.fixed
@@ -228,7 +228,7 @@ def test_a_budget_for_everything_recomputes_nothing(name: str):
             assert solution.recompute == keep_all(step[0])
 
 
-def test_an_unknown_strategy_is_refused_by_a_text_that_lists_the_names():
+def test_an_unknown_strategy_is_refused_with_a_list_of_names():
     with pytest.raises(ConfigurationError, match=r"Unknown solver 'magic'\. Choose one of: .*none, .*rotor"):
         get_strategy("magic")
 
@@ -331,7 +331,7 @@ def in_units(step: tuple[Graph, Profile], unit: int) -> tuple[Graph, Profile]:
 
 
 @pytest.mark.parametrize("seed", [9, 14, 35])
-def test_a_step_whose_peak_is_in_the_middle_of_recomputing_is_solved_to_a_proof(seed: int):
+def test_a_peak_amid_recomputation_is_solved_to_optimality(seed: int):
     """Where room was left around such a place instead, nothing was proven, and the last two took 12 and 5 % longer."""
     step = in_units(random_graph(seed, 30), KB)
     whole = StepModel(problem_of(step, 0)).keep_all_bytes
@@ -394,7 +394,7 @@ def test_the_smallest_budget_is_met_by_its_own_plan():
         assert smallest_budget(problem_of(step, smallest.peak_bytes - 1)).status is Status.NOT_FOUND
 
 
-def test_where_the_least_found_at_once_does_not_fit_the_search_goes_on():
+def test_the_search_goes_on_if_the_first_least_does_not_fit():
     for seed, size in ((5, 20), (0, 40), (4, 40)):
         step = random_graph(seed, size)
         at_once, least = (smallest_budget(problem_of(step, budget)).peak_bytes for budget in (UNLIMITED, 0))
@@ -413,7 +413,7 @@ def no_search(*_):
     raise AssertionError("searched")
 
 
-def test_the_smallest_budget_of_one_run_is_met_in_the_next_with_other_measured_times():
+def test_the_smallest_budget_is_met_with_other_measured_times():
     for seed in (17, 22, 24):
         graph, profile = random_graph(seed, 60)
         smallest = smallest_budget(problem_of((graph, profile), 0))
@@ -424,7 +424,7 @@ def test_the_smallest_budget_of_one_run_is_met_in_the_next_with_other_measured_t
 
 
 @pytest.mark.parametrize("make", [lambda: transformer(2), lambda: chain(12)])
-def test_the_default_finds_a_schedule_wherever_the_least_memory_fits(make):
+def test_the_default_finds_a_schedule_if_the_least_memory_fits(make):
     step = make()
     smallest = smallest_budget(problem_of(step, 0))
     found = get_strategy("portfolio")(problem_of(step, smallest.peak_bytes))
@@ -432,7 +432,7 @@ def test_the_default_finds_a_schedule_wherever_the_least_memory_fits(make):
     assert found.recompute_ms <= smallest.recompute_ms + 1e-9  # added up in another order
 
 
-def test_the_least_memory_of_a_long_chain_is_far_below_keeping_everything():
+def test_the_least_of_a_long_chain_is_far_below_keeping_all():
     step = chain(36, KB)
     assert smallest_budget(problem_of(step, 0)).peak_bytes < 0.5 * whole_bytes(step)
 
@@ -488,7 +488,7 @@ def test_solving_prints_nothing(capfd: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 @pytest.mark.parametrize("percent", [90, 70, 50])
-def test_clusters_cost_less_than_a_point_against_every_position_checked(blocks: int, percent: int):
+def test_clusters_cost_less_than_a_point_against_all_positions(blocks: int, percent: int):
     step = transformer(blocks)
     budget = StepModel(problem_of(step, 0)).keep_all_bytes * percent // 100
     flat, merged = (get_strategy(name)(problem_of(step, budget)) for name in ("checkmate", "hilp"))
@@ -500,6 +500,6 @@ def test_clusters_cost_less_than_a_point_against_every_position_checked(blocks: 
 @pytest.mark.parametrize(
     ("budget", "left"), [(0, [1000, 1004]), (1000, [1000]), (1003, [1000]), (1004, [1000, 1004]), (2000, [1000, 1004])]
 )
-def test_a_slightly_larger_peak_may_stand_for_the_least_where_the_budget_allows_it(budget, left):
+def test_a_peak_near_the_least_is_enough_within_the_budget(budget, left):
     found = [SimpleNamespace(peak_bytes=peak) for peak in (1000, 1004, 1006)]
     assert [f.peak_bytes for f in _near(found, budget)] == left

@@ -34,7 +34,7 @@ def test_a_node_allocates_its_outputs_once_and_no_views():
         (StorageKind.TANGENT, False),
     ],
 )
-def test_parameters_and_inputs_are_resident_and_cost_the_step_nothing(kind: StorageKind, is_resident: bool):
+def test_parameters_and_inputs_are_resident_and_cost_nothing(kind: StorageKind, is_resident: bool):
     b = Builder()
     b.storage(100, kind)
     graph, _ = b.graph()
@@ -72,7 +72,7 @@ def test_what_has_a_replay_is_rebuilt_by_it_alone(is_random: bool):
     assert graph.recomputers[made + 1] is None
 
 
-def test_needed_is_what_the_backward_reads_or_returns_of_what_was_there_before_it():
+def test_needed_tensors_are_read_or_returned_by_the_backward():
     graph, _ = chain(3)
     assert [graph.tensors[t].name for t in graph.needed] == ["x", "a0", "a1"]
     b = Builder()
@@ -84,7 +84,7 @@ def test_needed_is_what_the_backward_reads_or_returns_of_what_was_there_before_i
 # ---------------------------------------------------------------- the same code
 
 
-def test_a_step_is_foreseen_at_another_size_with_the_outside_as_it_grows():
+def test_code_outside_grows_with_the_size_of_a_foreseen_step():
     graph, profile = chain(3)
     gap, stage = Gap(10, 101), Stage(peak_bytes=7)
     call = Call(shaped(graph, (6, 10)), profile, stages=(stage,), after_forward=gap, before_backward=gap)

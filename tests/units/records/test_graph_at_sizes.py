@@ -84,7 +84,7 @@ def test_predicted_bytes_equal_those_of_a_capture_at_that_size(build, size):
     assert simulate(graph, profile, kept).peak_bytes == simulate(expected, costs, kept).peak_bytes
 
 
-def test_times_and_workspaces_on_lines_are_between_those_of_samples():
+def test_times_and_workspaces_lie_between_those_of_samples():
     """Where a bound would be the most of all samples."""
     (graph, profile), (wider, _) = chain(3, 200), chain(3, 600)
     smaller = replace(profile, workspace_bytes=(0,) * len(graph.nodes))
@@ -106,7 +106,7 @@ def test_bytes_that_grow_with_the_square_of_a_length_are_exact():
     assert on_lines({2: same, 4: same}).at((64,)) == same
 
 
-def test_a_tensor_of_more_dimensions_is_asked_before_a_flattened_view_of_it():
+def test_sizes_come_from_a_tensor_before_its_flattened_view():
     def build(n: int) -> tuple[Graph, Profile]:
         b = Builder()
         x = b.input("x", n * n, StorageKind.INPUT)
@@ -122,7 +122,7 @@ def test_a_tensor_of_more_dimensions_is_asked_before_a_flattened_view_of_it():
     assert graph.storages[1].size_bytes == 400
 
 
-def test_blocks_that_the_allocator_rounds_are_scaled_before_rounding():
+def test_rounded_blocks_are_scaled_before_rounding():
     graph, profile = chain(3)
     samples = {n: (shaped(graph, (n,), rounding=512), profile) for n in (2, 4)}
     assert {s.size_bytes for graph, _ in samples.values() for s in graph.storages} == {512}

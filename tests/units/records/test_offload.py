@@ -52,7 +52,7 @@ def offloaded(step: tuple[Graph, Profile, Schedule], **places: tuple[int, int, i
     return graph, profile, with_offloads(graph, schedule, offloads)
 
 
-def test_a_value_can_be_offloaded_between_its_last_and_its_first_use():
+def test_a_value_is_offloaded_between_its_uses():
     graph, _, schedule = kept(3)
     a0, a1 = storage_of(graph, "a0"), storage_of(graph, "a1")
     # a0 is made by the first operation and read by the second; of the backward it is g1 that reads it, the second.
@@ -90,7 +90,7 @@ def test_copies_of_one_direction_wait_for_each_other():
     assert (found.time_ms, found.wait_ms, found.host_bytes) == (15.0, 7.0, 200)
 
 
-def test_views_are_offloaded_with_their_storage_and_come_back_with_it():
+def test_views_are_offloaded_and_prefetched_with_their_storage():
     b = Builder()
     a = b.op("a", (b.input("x", 1, StorageKind.INPUT),), 100)
     view = b.op("view", (a,), view_of=a, time=0.0)
@@ -244,7 +244,7 @@ def test_places_that_do_not_fit_are_refused(places: dict[str, int]):
         with_offloads(graph, schedule, [offload])
 
 
-def test_a_storage_that_may_not_be_offloaded_or_goes_twice_is_refused():
+def test_an_offload_that_is_forbidden_or_repeated_is_refused():
     graph, _, schedule = kept(3)
     offload = Offload(storage_of(graph, "a0"), out=1, gone=2, back=1)
     with pytest.raises(ScheduleError, match="may not be offloaded"):

@@ -171,7 +171,7 @@ def test_bytes_at_other_sizes_follow_from_the_samples(name):
     assert high_bytes == size_bytes if name in EXACT else high_bytes >= size_bytes
 
 
-def test_what_was_measured_does_not_shrink_and_grows_with_the_square():
+def test_measured_bytes_never_shrink_and_grow_with_the_square():
     resizing = Resizing([step((4, 100), sizes=(4, 100))])
     assert resizing.at((4, 50)).high_workspaces[0] == 1000
     assert resizing.at((4, 200)).high_workspaces[0] == 4000

@@ -32,7 +32,7 @@ def lowered(graph: Graph, recompute: Decisions | None = None) -> tuple[str, str,
     return spell(graph, schedule.forward), saved, spell(graph, schedule.backward)
 
 
-def test_keeping_all_saves_what_the_backward_reads_and_frees_it_as_it_goes():
+def test_keeping_all_frees_saved_tensors_during_the_backward():
     graph, _ = chain(3)
     assert lowered(graph) == ("a0 a1 a2 -a2", "x a0 a1", "g2 -dy -a1 g1 -g2 -a0 g0 -g1")
     assert lower(graph, keep_all(graph)) == lower(graph, ((), (), (), ())), "the same operations make equal schedules"
@@ -104,14 +104,14 @@ def test_held_gradients_of_outside_code_in_the_backward_stay():
     assert simulate(graph, profile, lower(graph, keep_all(graph))).timeline[-1].live_bytes == 50
 
 
-def test_inputs_are_saved_where_the_backward_reads_them_and_never_freed():
+def test_inputs_the_backward_reads_are_saved_and_never_freed():
     b = Builder()
     weight = b.input("weight", 100)
     b.op("g", (weight,), 100, backward=True)
     assert lowered(b.graph()[0]) == ("", "weight", "g -g")
 
 
-def test_a_forward_value_that_is_returned_as_gradient_is_computed_at_the_end():
+def test_a_forward_value_returned_as_gradient_is_computed_last():
     b = Builder()
     a = b.op("a", (), 100)
     b.op("g", (), 100, backward=True)
@@ -136,7 +136,7 @@ def test_a_chain_of_thousands_is_recomputed_without_recursion():
     assert simulate(graph, profile, lower(graph, recompute)).recompute_ms == 2999
 
 
-def test_a_backward_that_reads_what_it_has_not_computed_names_the_tensor():
+def test_reading_a_tensor_before_its_computation_names_it():
     b = Builder()
     later = b.op("later", (), 100, backward=True)
     b.op("earlier", (later,), 100, backward=True)

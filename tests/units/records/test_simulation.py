@@ -68,7 +68,7 @@ def test_a_view_shares_its_storage_and_keeps_it_alive():
     assert moments(keep(graph, profile)) == [(100, 100), (100, 100), (110, 110), (111, 0)]
 
 
-def test_a_view_that_is_computed_again_lies_on_the_block_of_its_new_base():
+def test_a_recomputed_view_lies_on_the_block_of_its_new_base():
     b = Builder()
     a = b.op("a", (), 100)
     view = b.op("view", (a,), view_of=a)

@@ -68,7 +68,7 @@ def test_calls_have_the_peak_of_their_graph_or_of_the_long_chain():
 
 
 @pytest.mark.parametrize("reads_results", [False, True])
-def test_strategies_count_what_links_two_calls_as_the_simulation_does(reads_results):
+def test_strategies_count_links_of_calls_as_the_simulation_does(reads_results):
     """Where the backward reads results, the link is needed only to compute the first one again."""
     first = Call(*chain(3))
     second = linked(first.graph.outputs[0], *chain(3, reads_results=reads_results))
@@ -185,9 +185,7 @@ def test_stale_bytes_are_freed_first_if_their_end_is_unknown(sees_call, live_byt
 
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize(("released_bytes", "live_bytes"), [(0, 1500), (300, 1200), (1000, 500), (2000, 0)])
-def test_inputs_that_code_outside_made_are_gone_when_the_backward_that_read_them_has_ended(
-    index, released_bytes, live_bytes
-):
+def test_inputs_made_by_code_are_freed_with_their_backward(index, released_bytes, live_bytes):
     """The nearest before the call are given back first; those that were made after it stay."""
 
     def live(held_bytes, released_bytes):
@@ -199,7 +197,7 @@ def test_inputs_that_code_outside_made_are_gone_when_the_backward_that_read_them
     assert live(1000, released_bytes) - live(0, 0) == live_bytes
 
 
-def test_what_lingers_keeps_its_place_where_the_last_forward_gives_back():
+def test_lingering_memory_stays_when_the_last_forward_frees():
     """In both cases the second of two calls side by side returns a value that lives until its backward has run."""
 
     def live_at_the_turn(held_bytes):
@@ -215,9 +213,7 @@ def test_what_lingers_keeps_its_place_where_the_last_forward_gives_back():
 
 
 @pytest.mark.parametrize(("peak_bytes", "more_bytes"), [(0, 0), (100, 0), (1000, 900)])
-def test_what_outside_code_takes_between_backwards_counts_the_gradient_of_100_bytes_that_it_hands_on(
-    peak_bytes, more_bytes
-):
+def test_code_between_backwards_counts_the_gradient_it_returns(peak_bytes, more_bytes):
     def peak_between(peak_bytes):
         step = merge(two_calls(3, gap_between_backwards=Gap(0, peak_bytes)), [1, 0])
         simulation = simulated(step)
@@ -241,7 +237,7 @@ def test_code_outside_reuses_gradients_that_die_in_it(peak_bytes, more_bytes):
     assert peak_between(Gap(1000, peak_bytes)) - before_bytes == more_bytes
 
 
-def test_stale_gradients_count_in_the_forward_and_are_gone_in_the_backward():
+def test_stale_gradients_count_in_the_forward_only():
     graph, profile = chain(3)
     without, stale = (merge([Call(graph, profile)], [0], stale_bytes=size) for size in (0, 10_000))
 
@@ -269,7 +265,7 @@ def test_stale_gradients_are_gone_when_the_backward_is_called():
 
 
 @pytest.mark.parametrize("calls", [1, 2])
-def test_outputs_of_the_step_before_are_gone_when_the_last_forward_returns(calls):
+def test_outputs_of_the_step_before_go_with_the_last_forward(calls):
     graph, profile = chain(3)
     stages = (Stage(peak_bytes=500),)
     made = [replace(c, stages=stages) for c in ([Call(graph, profile)] if calls == 1 else two_calls(3))]
@@ -341,7 +337,7 @@ def test_a_value_that_is_needed_later_keeps_its_memory(others, is_held):
     assert workspace_of_the_gradient(merge([call], [0])) == 20
 
 
-def test_another_call_that_reads_a_value_in_its_backward_keeps_its_memory():
+def test_the_backward_of_another_call_keeps_a_value_in_memory():
     graph, profile, logits = loss_at_the_end()
     calls = [Call(graph, profile), linked(logits, *chain(2))]
     for order, kept in (([1, 0], 20 - 100), ([0, 1], 20)):

@@ -76,7 +76,7 @@ def test_a_dropped_signature_has_no_plan_and_keeps_its_counts():
     assert history.get_or_make(CRITIC).sights.count == 2
 
 
-def test_a_cycle_of_signatures_is_foreseen_when_it_has_come_twice():
+def test_a_cycle_of_signatures_is_foreseen_after_two_rounds():
     order, cycle = Order(), [CRITIC] * 5 + [GENERATOR]
     for signature in [*cycle, *cycle]:
         order.note(signature, 100)

@@ -174,7 +174,7 @@ def test_a_signature_is_measured_twice_to_see_what_it_frees():
     assert training.planned[SIGNATURE] == (True, True)
 
 
-def test_steps_of_other_signatures_are_measured_until_one_is_seen():
+def test_other_signatures_are_measured_until_a_step_is_seen():
     """What a step frees is what the step before has left, of whatever signature that is."""
     training = Training(sees_frees=False, may_grow=False)
     training.steps(*[SIGNATURE, OTHER] * 10)

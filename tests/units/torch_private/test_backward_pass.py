@@ -122,7 +122,7 @@ def test_backwards_are_watched_once(leaf):
     assert torch.autograd._engine_run_backward is run
 
 
-def test_a_listener_hears_of_each_backward_that_runs_and_of_none_that_is_traced(leaf):
+def test_a_listener_hears_each_real_backward_and_no_traced_one(leaf):
     backward_pass.add_listener(listener := Mock(spec=["backward_called"]))
     (leaf * 2).sum().backward()
     torch.autograd.grad((leaf * 2).sum(), leaf)

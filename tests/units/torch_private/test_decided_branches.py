@@ -123,7 +123,7 @@ def draws(x):
 
 
 @pytest.mark.parametrize("function", [changes_in_place, changes_a_view, draws])
-def test_what_inputs_or_random_numbers_decide_is_read_in_each_call(function):
+def test_branches_on_inputs_or_random_numbers_are_read_each_call(function):
     graphs_of(function, [torch.zeros(2, 1)], [torch.ones(2, 1)], [torch.zeros(2, 1)])
 
 

@@ -50,7 +50,7 @@ def test_this_torch_was_checked():
     )
 
 
-def test_the_call_slot_stands_in_for_a_call_and_is_dropped_by_copies():
+def test_the_call_slot_replaces_a_call_and_copies_drop_it():
     module = Doubled()
     hooks.set_call(module, lambda x: "taken")
     assert not hooks.has_backward_hooks(module)
@@ -192,7 +192,7 @@ def test_a_watched_storage_is_not_kept_alive():
     assert get() is None
 
 
-def test_hooks_that_save_memory_give_way_to_transforms_and_no_others():
+def test_only_hooks_that_save_memory_give_way_to_transforms():
     x = torch.randn(LEAST_OFFLOAD, requires_grad=True)
     found = torch.autograd.graph.disable_saved_tensors_hooks
 
@@ -246,7 +246,7 @@ def test_sizes_stay_numbers():
     assert not any(tensor_state.is_symbolic(inputs[0]) for inputs in seen)
 
 
-def test_where_sizes_vary_they_are_symbols_and_numbers_where_dynamo_fails_on_those():
+def test_varying_sizes_are_symbols_unless_dynamo_fails_on_them():
     """A size is a symbol from its third value on: the first two are only seen."""
     seen = []
 
@@ -267,7 +267,7 @@ def test_where_sizes_vary_they_are_symbols_and_numbers_where_dynamo_fails_on_tho
 
 
 @pytest.mark.skipif(not hasattr(torch.compiler.config, "dynamic_values"), reason="sizes are symbols from the third on")
-def test_sizes_known_to_vary_are_symbols_at_once_in_graphs_after_a_break_too():
+def test_varying_sizes_are_symbols_in_graphs_after_a_break_too():
     seen = []
     note = noting(lambda _, inputs: [type(value) for value in inputs if not isinstance(value, torch.Tensor)], seen)
 
@@ -290,7 +290,7 @@ def test_ranges_that_users_mark_on_tensors_are_read():
 
 
 @pytest.mark.parametrize(("size", "layouts"), [(9, [None, ((9, 3), (3, 1))]), (8, None), (99, None)])
-def test_layouts_at_other_sizes_are_within_the_guards_of_captured_code(size: int, layouts):
+def test_layouts_at_other_sizes_pass_the_guards_of_captured_code(size: int, layouts):
     found = []
     note = noting(lambda *graph: SizeSymbols(graph[0], sizes_among(*graph)).layouts_at((size,)), found)
 
@@ -303,7 +303,7 @@ def test_layouts_at_other_sizes_are_within_the_guards_of_captured_code(size: int
     assert found == [layouts]
 
 
-def test_a_log_ends_a_graph_only_where_it_may_be_heard_at_each_call(caplog):
+def test_a_log_ends_a_graph_only_if_each_call_may_be_heard(caplog):
     class Logger(logging.Logger):
         def warning_once(self, text):
             self.warning(text)
@@ -324,7 +324,7 @@ def test_a_log_ends_a_graph_only_where_it_may_be_heard_at_each_call(caplog):
 
 
 @pytest.mark.parametrize("limit", [3, 5])
-def test_settings_of_torch_compile_are_the_users_again_after_nested_and_failed_calls(limit):
+def test_nested_and_failed_calls_restore_the_users_settings(limit):
     config, seen = torch._dynamo.config, []
     note = noting(lambda *_: config.recompile_limit, seen)
 
@@ -366,7 +366,7 @@ def test_sparse_tensors_have_parts():
         assert len(tensor_state.storage_sizes([dense.to_sparse(layout=layout)])) == parts
 
 
-def test_guards_that_fail_with_symbols_are_not_heard_where_numbers_do(monkeypatch, caplog):
+def test_guards_that_fail_with_symbols_stay_silent_with_numbers(monkeypatch, caplog):
     """As EnCodec's do: `sources must not be empty for symbol s49`."""
     heard = torch._guards.log
 
@@ -385,7 +385,7 @@ def test_guards_that_fail_with_symbols_are_not_heard_where_numbers_do(monkeypatc
     assert [record.name for record in caplog.records] == ["torch._guards"]
 
 
-def test_the_derivatives_that_make_their_gradient_contiguous_are_known():
+def test_derivatives_that_copy_their_gradient_are_known():
     """Each is in `kernels._READ_MEMORY`, or traced as what does so itself (convolutions), or not planned (nested)."""
     text = (Path(torchgen.__file__).parent / "packaged" / "autograd" / "derivatives.yaml").read_text(encoding="utf-8")
     entries = re.split(r"^- name: ", text, flags=re.MULTILINE)[1:]
@@ -403,7 +403,7 @@ FORMAT = pytest.param("{:.2f}".format, marks=NO_FORMAT)
 
 @pytest.mark.parametrize("write", [FORMAT, lambda t: f"{t:.2f}", lambda t: "%.2f" % t, str])  # noqa: UP031
 @pytest.mark.parametrize("sizes_vary", [False, True])
-def test_a_fraction_that_is_written_into_a_string_keeps_its_format(write, sizes_vary):
+def test_a_fraction_in_a_string_keeps_its_format(write, sizes_vary):
     def forward(x, t):
         return x * len(write(t))
 
@@ -496,7 +496,7 @@ def test_hooks_on_saved_tensors_are_offloaded_and_back():
     assert seen == ["inner", "outer"]
 
 
-def test_captured_code_enters_autocast_by_the_call_that_is_looked_for():
+def test_captured_code_enters_autocast_by_the_expected_call():
     seen = []
     note = noting(lambda module, _: autocasting.leaving_as_found(module, torch.sin) is not torch.sin, seen)
 
@@ -523,7 +523,7 @@ def test_views_count_changes_with_their_base_and_chunks_apart():
 
 
 @pytest.mark.parametrize("entered", ["_grad_increment_nesting", "_jvp_increment_nesting"])
-def test_an_error_ends_the_transforms_that_were_entered_before_it(entered):
+def test_an_error_ends_the_transforms_entered_before_it(entered):
     """Captured code enters and leaves them by single operations."""
     x = torch.ones(2)
 
