@@ -1,4 +1,4 @@
-"""JSON files for later runs, a bounded dictionary, texts shown once, and garbage collection after a block of code.
+"""The log, JSON files for later runs, a bounded dictionary, texts shown once, and garbage collection after code.
 
 A full collection visits all objects, a million once PyTorch's compiler and a package of models are imported. Tracing
 and planning leave many reference cycles; `collecting_what_it_leaves` collects only cycles made in its block.

@@ -8,15 +8,13 @@ type, not by its `__class__`. If there is no way but to run a user's code, and t
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from .housekeeping import Once
+from .housekeeping import Once, log
 
-log = logging.getLogger("hiremate_lightning")
 _log_once = Once(partial(log.debug, exc_info=True))
 
 _T = TypeVar("_T")

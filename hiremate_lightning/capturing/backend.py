@@ -8,7 +8,6 @@ without gradients runs as captured.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from ..errors import CaptureError
+from ..housekeeping import log
 from ..rewriting import casts
 from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, casts_alone, likely_terms, sums_alone
 from ..rewriting.joint import Joint, Source
@@ -32,9 +32,6 @@ from ..torch_private.size_symbols import sizes_among
 from .capture import Captured, capture, order_of_gradients
 from .each_size import EachSize, PartSource, Runner, Smaller, TraceAhead, TracedCode
 from .same_captures import SameCaptures
-
-log = logging.getLogger("hiremate_lightning")
-
 
 MakePart = Callable[[Captured], Any]  # makes the `running.execution.Part` that runs in place of a joint graph
 Prove = Callable[[fx.GraphModule, Runner, Any, Smaller | None], Runner]

@@ -6,14 +6,13 @@ nodes, positions of inputs and outputs, terms of gradients.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..housekeeping import Latest
+from ..housekeeping import Latest, log
 from ..records.costs import Profile
 from ..records.expressions import LEAST_SAMPLES, Sizes, SizesDifferError, expression_of, vary_alone
 from ..records.graph import Graph
@@ -22,7 +21,6 @@ from ..torch_private import tensor_state
 from .absent import without_missing
 from .capture import Captured
 
-log = logging.getLogger("hiremate_lightning")
 NOTHING: frozenset[int] = frozenset()
 
 

@@ -8,7 +8,6 @@ either: its code is made from the traces of a few sizes (samples).
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,13 +17,12 @@ import torch
 from torch import fx
 
 from .. import thresholds
-from ..housekeeping import Latest, collecting_what_it_leaves
+from ..housekeeping import Latest, collecting_what_it_leaves, log
 from ..records.expressions import LEAST_SAMPLES, LEAST_SAMPLES_OF_TWO_TERMS, Sizes, SizesDifferError, vary_alone
 from ..torch_private import captured_code, dynamo, tensor_state
 from ..torch_private.size_symbols import Layout, SizeSymbols, trace_apart
 from .same_captures import SameCaptures
 
-log = logging.getLogger("hiremate_lightning")
 MOST_SAMPLES = 6  # most traces kept as samples for one code
 TRIED = 6  # most sizes at which tracing a sample is attempted
 Runner = Callable[..., Any]

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean, place_of
+from ..housekeeping import log
 from ..options import OPTIONS, SEARCH_OPTIONS
 from ..reporting.plan_summary import read_summary, rows_of, summary_rows
 from ..reporting.terminal import Output, module_table
@@ -131,16 +132,15 @@ def _one_line(error: BaseException) -> str:
 @contextmanager
 def _quiet(debug: bool) -> Iterator[None]:
     """Silence warnings about the model's code, and this package's logs below errors, unless `--debug` is given."""
-    logger = logging.getLogger("hiremate_lightning")
-    level = logger.level
+    level = log.level
     with warnings.catch_warnings():
         if not debug:
             warnings.simplefilter("ignore")
-            logger.setLevel(logging.ERROR)
+            log.setLevel(logging.ERROR)
         try:
             yield
         finally:
-            logger.setLevel(level)
+            log.setLevel(level)
 
 
 # ---------------------------------------------------------------- what was asked

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ from torch import nn
 
 from ..calls.refused import refuse
 from ..errors import ConfigurationError, did_you_mean
+from ..housekeeping import log
 from ..torch_private import tensor_state
 from .arguments import Input
 
-log = logging.getLogger("hiremate_lightning")
 FORMS = (
     "a torch.nn.Module, (module, inputs) with a tensor or a tuple of tensors, "
     "or (module, kwargs) with a dict of tensors"

@@ -8,7 +8,6 @@ operators with Python code run once, unless the user lists them as recomputable.
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
@@ -18,14 +17,13 @@ import torch
 from torch import fx
 
 from ..capturing.capture import Captured
+from ..housekeeping import log
 from ..memory.metering import RandomState, undisturbed
 from ..rewriting.kernels import as_eager
 from ..rewriting.nodes import CALLS_AN_OPERATOR, TRITON, attribute_of, is_part, name_of
 from ..rewriting.overwriting import Finish
 from ..rewriting.replays import call_of, is_state, state_arguments
 from ..torch_private import aot, operators, tensor_state
-
-log = logging.getLogger("hiremate_lightning")
 
 DRAWN = 1 << 14  # random numbers drawn for a tensor; a larger tensor repeats them
 _TORCHS_OWN = ("aten", "prims", "prim")

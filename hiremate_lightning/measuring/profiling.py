@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import logging
 import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ from torch import fx
 
 from .. import thresholds
 from ..capturing.capture import Captured
-from ..housekeeping import JsonFile
+from ..housekeeping import JsonFile, log
 from ..memory.allocator import free_bytes, storage_bytes
 from ..memory.metering import MemoryMeter, undisturbed
 from ..records.costs import A100, Link, Machine, Profile, estimate
@@ -46,8 +45,6 @@ except ImportError:  # on Windows
     HAS_PAGE_FAULTS = False
 else:
     HAS_PAGE_FAULTS = True
-
-log = logging.getLogger("hiremate_lightning")
 
 CACHE_FORMAT = 2
 SIZE_BYTES, FREE_SHARE = 40_000_000, 0.1  # size limits of a measured copy: bytes, and a share of free device memory

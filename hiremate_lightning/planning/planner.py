@@ -5,14 +5,13 @@ No plan leaves this module unless its simulated peak is within the budget, which
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from ..errors import did_you_mean
-from ..housekeeping import Once
+from ..housekeeping import Once, log
 from ..options import OPTIONS, SessionOptions
 from ..records.costs import Profile
 from ..records.offload import Host
@@ -27,7 +26,6 @@ from .solvers.base import CLOCK, Problem, Solution, SolveOptions, Status, Strate
 from .solvers.offload import least_with_offloads
 from .solvers.worker import apart, check_strategy
 
-log = logging.getLogger("hiremate_lightning")
 _warn_once = Once(log.warning)
 LEAST = "least memory at once"  # the "strategy" of first solutions in the cache
 ANY_GAP = 1e6  # a gap so large that a solve ends at the first schedule that fits

@@ -16,7 +16,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import logging
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -25,11 +24,11 @@ from dataclasses import astuple, replace
 from typing import Any
 
 from ..errors import ScheduleError
+from ..housekeeping import log
 from ..records.graph import Graph
 from ..records.offload import Host, Offload
 from .solvers.base import Problem, Solution, Status, Strategy, clock_limit_s, with_decisions
 
-log = logging.getLogger("hiremate_lightning")
 PATIENCE_S = 5.0  # wait for all ranks to plan a step for the first time, which they do at the same moment
 PATIENCE_AGAIN_S = 0.5  # wait when planning a step again: a rank that measures more than others may do so alone
 POLL_S = 0.02

@@ -13,7 +13,6 @@ solution keeps the times that it was solved for. Another file holds the latest s
 from __future__ import annotations
 
 import hashlib
-import logging
 import threading
 from collections import deque
 from dataclasses import asdict, dataclass, field, replace
@@ -23,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import HiRemateError
-from ..housekeeping import JsonFile
+from ..housekeeping import JsonFile, log
 from ..records.costs import Profile, profile_from
 from ..records.offload import Offload
 from ..records.step import Decisions
 from .comparing import Curve
 from .solvers.base import Problem, Solution, Status, Strategy, replay_solution, with_decisions
 
-log = logging.getLogger("hiremate_lightning")
 FORMAT = 3
 STEPS, SCHEDULES = 16, 8  # most steps (with their costs) kept in the process, most schedules of a step in its file
 KNOWN_BEFORE = "found before"  # why a search ended, if its answer is a stored schedule

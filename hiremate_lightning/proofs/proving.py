@@ -11,7 +11,6 @@ Differences by rounding are expected, see `docs/limits.md`: they are listed, and
 
 from __future__ import annotations
 
-import logging
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ import torch
 from torch import fx
 
 from ..errors import HiRemateError
-from ..housekeeping import Once, collecting_what_it_leaves
+from ..housekeeping import Once, collecting_what_it_leaves, log
 from ..measuring.operators import has_unsteady
 from ..measuring.saved_offload import Files, offloading_saved
 from ..memory.metering import unmeasured
@@ -42,8 +41,6 @@ from ..torch_private.hacks import replaced
 from .differences import Difference, differences
 from .proof import Proof, ProofAtSizes, ProofMemory, Proofs, Verdict, proof_memory
 from .trials import Trial, TrialOutcome, Unused, likely_unused, unused_at
-
-log = logging.getLogger("hiremate_lightning")
 
 INSIDE = "it has run inside of a backward only"
 TRIES = 3  # try to prove gradients in so many runs: memory may be missing in the first one

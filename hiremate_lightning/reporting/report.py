@@ -25,6 +25,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from .. import thresholds
+from ..housekeeping import log
 from ..planning.plan import (
     STAGES,
     Plan,
@@ -40,7 +41,6 @@ from .html_report import write_html
 from .plan_summary import advice_lines
 from .terminal import FAINT, plan_table
 
-LOGGER = logging.getLogger("hiremate_lightning")
 CLEARLY_LONGER = 1.1  # report the seconds of planning again at this many times the seconds reported before
 LOG_WIDTH = 100  # columns of a table in a log
 PAGE = "hiremate_plan.html"
@@ -92,7 +92,7 @@ class Reporter:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Show a stage of planning while it runs; add its seconds to `total` if it is one of `STAGES`."""
-        LOGGER.debug(name)
+        log.debug(name)
         start = time.perf_counter()
         shown: AbstractContextManager[None] = nullcontext()
         if not self.is_silent:
@@ -229,7 +229,7 @@ class Reporter:
                     self.folder.mkdir(parents=True, exist_ok=True)
                     more = str(write_html(plan, self.folder / PAGE, curve_limit_s=0))
                 except OSError as error:  # a full disk is no reason to stop training
-                    LOGGER.debug("no page was written: %s", error)
+                    log.debug("no page was written: %s", error)
             lines.append(f"{plan_title(plan)}, more: {more}")
         self.report(*lines)
 
@@ -248,9 +248,9 @@ class Reporter:
             for line in lines:
                 if console is not None:
                     console.print(Text(line), soft_wrap=True)
-                elif LOGGER.hasHandlers() and LOGGER.isEnabledFor(logging.INFO):
-                    LOGGER.info(line)
-                elif LOGGER.level <= logging.INFO:  # logging is not silenced, only not set up
+                elif log.hasHandlers() and log.isEnabledFor(logging.INFO):
+                    log.info(line)
+                elif log.level <= logging.INFO:  # logging is not silenced, only not set up
                     Console(stderr=True, highlight=False).print(Text(line), soft_wrap=True)
 
 

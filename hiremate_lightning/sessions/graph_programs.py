@@ -8,7 +8,6 @@ decisions for all of its sizes.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from functools import partial
 
 from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
-from ..housekeeping import Latest, collecting_what_it_leaves
+from ..housekeeping import Latest, collecting_what_it_leaves, log
 from ..measuring.resident import Resident
 from ..memory.allocator import alone, free_bytes
 from ..planning.headroom import Room, guard_bytes, unless_short
@@ -38,8 +37,6 @@ from .current_step import CurrentStep, Followed, Forward, TakenOver
 from .modes import Mode, graph_mode
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
-
-log = logging.getLogger("hiremate_lightning")
 
 HEADROOM = 0.8  # share of the room that new decisions for all sizes may take: then larger steps fit by them too
 LIMIT_S = 5.0  # seconds for solving, while a step waits

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ..housekeeping import log
 from ..measuring.recorded_calls import calls_of
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
@@ -31,8 +31,6 @@ from ..torch_private import runtime
 from ..units import Budget
 from .planned_model import PlannedModel
 from .waiting import Holds, WaitingGraphs
-
-log = logging.getLogger("hiremate_lightning")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,12 @@ A signature is planned again if
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ..housekeeping import collecting_what_it_leaves
+from ..housekeeping import collecting_what_it_leaves, log
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..out_of_memory import explain
@@ -37,9 +36,6 @@ from .messages import PlanReports
 from .plan_maker import Fits, PlanMaker
 from .planned_model import PlannedModel
 from .waiting import Holds
-
-log = logging.getLogger("hiremate_lightning")
-
 
 CORRECTIONS = 3  # correct a plan so often after peaks above the budget; code outside may vary, so that none is enough
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack
 
 from torch import nn
 
+from ..housekeeping import log
 from ..measuring.resident_memory import ResidentMemory
 from ..options import SessionOptions
 from ..proofs.proof import Proofs
@@ -19,8 +19,6 @@ from .largest import LargestSizes
 from .messages import Messages
 from .offloading import Offloading
 from .parts import Parts
-
-log = logging.getLogger("hiremate_lightning")
 
 
 class PlannedModel:

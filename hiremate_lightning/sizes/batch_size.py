@@ -11,7 +11,6 @@ and all state that they change is restored: weights, optimizers, random generato
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 import warnings
@@ -25,6 +24,7 @@ from torch import nn
 
 from ..calls.refused import refuse
 from ..errors import BudgetError, ConfigurationError, HiRemateWarning
+from ..housekeeping import log
 from ..memory.allocator import allocated_bytes
 from ..memory.metering import MemoryMeter
 from ..options import SizeOptions, make_size_options
@@ -51,8 +51,6 @@ from .size_trials import SizeRunner, TrainingState, TrialSteps
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
-
-log = logging.getLogger("hiremate_lightning")
 
 MAX_STEPS = 6  # most real steps of a search
 FAR = 4  # take a third sample half way if the largest size that fits exceeds so many times the second

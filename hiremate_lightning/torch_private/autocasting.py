@@ -8,7 +8,6 @@ later code fail, and so does a ban on saved-tensor hooks.
 from __future__ import annotations
 
 import gc
-import logging
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,10 +18,9 @@ import torch
 from torch import fx
 from torch.fx import graph_module
 
+from ..housekeeping import log
 from . import tensor_state
 from .hacks import replaced_entries
-
-log = logging.getLogger("hiremate_lightning")
 
 DEVICE_TYPES = ("cpu", "cuda")
 

@@ -6,7 +6,6 @@ runs by itself, its recompute draws other random numbers than its forward, so gr
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,12 +20,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..housekeeping import log
 from . import aot, autocasting, tensor_state
 from .hacks import instead_of
 
 __all__ = ["module_of"]
 
-log = logging.getLogger("hiremate_lightning")
 Rewrite = Callable[[fx.Graph, fx.Node, dict[str, fx.GraphModule]], None]
 _APPLY = torch.ops.higher_order.autograd_function_apply
 _BANS = torch._C._autograd._saved_tensors_hooks_disable, torch._C._autograd._saved_tensors_hooks_enable

@@ -14,7 +14,6 @@ import dataclasses
 import dis
 import functools
 import itertools
-import logging
 import math
 import operator
 import re
@@ -40,13 +39,12 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import thresholds
+from ..housekeeping import log
 from . import tensor_state
 from .facts import expect, size_of
 from .hacks import StandIn, around, replaced
 from .regions.module_traces import note_unseen, realized
 from .tensor_state import storage_id, storages_among
-
-log = logging.getLogger("hiremate_lightning")
 
 _Read = Callable[[torch.Tensor], Any]  # returns a Python value of a tensor
 _SIZES_KEPT = 4096  # sizes for which a guard's result is cached

@@ -38,14 +38,13 @@ from torch._dynamo.utils import tensor_always_has_static_shape as _has_static_sh
 from torch._dynamo.variables import builder
 from torch.nn.modules import module as nn_module
 
-from ..housekeeping import collecting_what_it_leaves
+from ..housekeeping import collecting_what_it_leaves, log
 from ..objects import attempt, is_of
 from . import autocasting, compiled_by_torch, hacks, readings
 from .hacks import Stage, replaced
 
 __all__ = ["CompileError"]
 
-log = logging.getLogger("hiremate_lightning")
 _DYNAMO_LOG = logging.getLogger("torch._dynamo.convert_frame")
 
 

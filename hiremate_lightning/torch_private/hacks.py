@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -19,9 +18,8 @@ from typing import Any
 
 import torch
 
+from ..housekeeping import log
 from . import CHECKED_VERSIONS
-
-log = logging.getLogger("hiremate_lightning")
 
 _SINCE_2_13 = CHECKED_VERSIONS[CHECKED_VERSIONS.index("2.13") :]
 

@@ -9,7 +9,6 @@ function's outputs are kept apart from tensors saved for its backward, which may
 from __future__ import annotations
 
 import hashlib
-import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,12 +27,12 @@ from torch._guards import CompileContext, TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from ..housekeeping import log
 from . import tensor_state
 from .facts import expect
 from .tensor_state import layout_of
 
 Compiled = Callable[[list[Any]], Sequence[torch.Tensor]]
-log = logging.getLogger("hiremate_lightning")
 
 _OPTIONS = {"fallback_random": True, "triton.cudagraphs": False, "freezing": False}
 ended = weakref.WeakSet[Any]()  # functions that can't be one operator: graphs break at their calls

@@ -32,10 +32,9 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 
+from ..housekeeping import log
 from .hacks import instead_of, replaced, replaced_entries
 from .operators import draws
-
-log = logging.getLogger("hiremate_lightning")
 
 # Functions of NumPy that do not round, or round as IEEE 754 says. `prod` is assumed to multiply sizes.
 EXACT = frozenset(

@@ -17,9 +17,9 @@ from typing import Any
 
 import mip
 
+from ...housekeeping import log
 from .base import SolveOptions, Status, Work
 
-log = logging.getLogger("hiremate_lightning")
 BACKENDS = ("HIGHS", "CBC")  # python-mip's names, the preferred one first
 UNIT = 2**20  # bytes are scaled to MiB: coefficients near 1 keep the solver exact
 PROGRAM_S, ENTRY_S = 1.5e-3, 4e-6  # work to build, presolve and read a program: fixed, and per entry of its rows

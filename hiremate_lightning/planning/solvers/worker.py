@@ -8,7 +8,6 @@ started.
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import pickle
 import subprocess
@@ -24,12 +23,11 @@ from itertools import takewhile
 from typing import IO, Any, TypeVar
 
 from ...errors import ConfigurationError, HiRemateWarning
-from ...housekeeping import Once
+from ...housekeeping import Once, log
 from . import mip_backend
 from .base import Problem, Solution, Status, Strategy, clock_limit_s, get_strategy, needs_programs
 from .offload import MOST_SHARE, with_offloading
 
-log = logging.getLogger("hiremate_lightning")
 _warn_once = Once(log.warning)
 GRACE_S = 60.0  # seconds after the clock limit of a solve until the process is killed
 MENDING = "pip install --force-reinstall highsbox"

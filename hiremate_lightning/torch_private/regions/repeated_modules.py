@@ -15,7 +15,6 @@ is captured again without copies.
 from __future__ import annotations
 
 import functools
-import logging
 import types
 import weakref
 from collections import defaultdict, deque
@@ -31,11 +30,10 @@ from torch._dynamo.variables.nn_module import UnspecializedBuiltinNNModuleVariab
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Source
 
+from ...housekeeping import log
 from ..facts import NotShownError, expect, is_plain
 from ..hacks import instead_of, replaced
 from .module_traces import Copy, Trace, TracedCall, can_be_copied, nodes_after, note_unseen, realized, unseen
-
-log = logging.getLogger("hiremate_lightning")
 
 _MOST_TRACES = 4  # the latest of one class: each is compared with every later call
 
