@@ -238,8 +238,15 @@ class ResidentMemory:
             size_bytes, counted_bytes = torch.cuda.memory_allocated(self.device) - stale, size_bytes
             kinds["other"] = max(0, size_bytes - counted_bytes)
         kept = frozenset(map(tensor_state.storage_id, gradients_of))
-        still_kept, used = (frozenset[int](), (stale, kept)) if stale else (kept, (0, frozenset[int]()))
-        return Resident(size_bytes, stale, 0, still_kept, tuple(kinds.items()), eager_bytes, graphs, used)
+        return Resident(
+            size_bytes=size_bytes,
+            stale_bytes=stale,
+            kept=frozenset() if stale else kept,
+            kinds=tuple(kinds.items()),
+            eager_waiting_bytes=eager_bytes,
+            waiting=graphs,
+            used=(stale, kept) if stale else (0, frozenset()),
+        )
 
     def as_seen(self, resident: Resident) -> Resident:
         """Return the count from before the step that has just ended, corrected if used gradients were not freed."""

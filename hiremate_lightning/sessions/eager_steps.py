@@ -112,14 +112,14 @@ class EagerSteps:
         """Return the record of the eager mode of a step that likely has a signature; None if it is captured."""
         return step_mode(
             StepFacts(
-                step.calls,
-                likely,
-                step.eager,
-                self._predictions,
-                self._offloading,
-                self._sizes_vary,
-                self._room_bytes,
-                partial(free_bytes, self._model.memory.device),
-                partial(self._is_worth_capturing, step.calls, likely),
+                calls=step.calls,
+                likely=likely,
+                begun=step.eager,
+                predictions=self._predictions,
+                offloading=self._offloading,
+                sizes_vary=self._sizes_vary,
+                room_bytes=self._room_bytes,
+                free_bytes=partial(free_bytes, self._model.memory.device),
+                is_worth_capturing=partial(self._is_worth_capturing, step.calls, likely),
             )
         )

@@ -34,7 +34,7 @@ from ..signatures.recorded_step import foresee
 from ..signatures.step_signature import GraphNumbers, StepSignature
 from ..torch_private import runtime
 from .current_step import CurrentStep, Followed, Forward, TakenOver
-from .modes import Mode, graph_mode
+from .modes import Mode
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
 
@@ -89,18 +89,16 @@ class GraphPrograms:
         """
         profile, ran = self._parts.costs_of(part), (*step.graphs, part.number)
         signature, program = self._history.choose(ran, step.expected, step.start, partial(self._fits_beside, step))
-        mode = graph_mode(may_need_more=step.is_unknown, has_plan=signature is not None)
-        if mode is Mode.OTHER_SIZES:
+        if signature is None and not step.is_unknown:
             step.taken_over, forward = self._take_over(step, part, ran)
             if forward is not None:
                 return forward
-            mode = Mode.LEAST
-        if mode is Mode.LEAST or signature is None:
-            return Forward(part.number, part.captured, profile, self._find_least(step, part), mode)
+        if signature is None or step.is_unknown:
+            return Forward(part.number, part.captured, profile, self._find_least(step, part), Mode.LEAST)
         if program is None:
             waits = any(waiting is part for waiting, _ in signature.recorded.unfinished)
             program = self._maker.waiting.program(part) if waits else self._find_least(step, part)
-        return Forward(part.number, part.captured, profile, program, mode, signature)
+        return Forward(part.number, part.captured, profile, program, Mode.PLANNED, signature)
 
     def learn_sizes(self, step: CurrentStep) -> None:
         """Store the sizes of all calls of a captured step, to foresee them from the first call of later steps."""
@@ -288,7 +286,8 @@ class GraphPrograms:
             return  # some known decisions fit the whole step, but not after the graphs that have run already
         log.debug("searching for the least memory at all sizes")
         with self._reporter.stage("solving"), collecting_what_it_leaves():
-            limits = SolveOptions(self._model.options.time_limit_s, progress=self._maker.progress(step))
+            progress = self._reporter.solving(step_time_ms(step.graph, step.profile))
+            limits = SolveOptions(self._model.options.time_limit_s, progress=progress)
             least = smallest_budget(Problem(step.graph, step.profile, limit_bytes, limits))
             leaving_some = Room(room.budget, int(HEADROOM * room.step_bytes))
             if step.peak_bytes(least.recompute) < leaving_some.step_bytes and self._model.has_place:

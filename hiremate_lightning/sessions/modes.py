@@ -1,4 +1,4 @@
-"""The modes of steps and of captured graphs, and the rules that choose them: `step_mode` and `graph_mode`, in order.
+"""The modes of steps and of captured graphs, and the rules that choose the mode of a step: `step_mode`, in order.
 
 `StepFacts` finds what the rules ask of a step. A step that runs eager has a record of its mode, which says what to
 measure in the step and what to do with the result.
@@ -51,18 +51,6 @@ def step_mode(facts: StepFacts) -> Eager | None:
     if facts.begun is None and facts.is_worth_capturing():
         return None
     return Offloaded(prediction, facts.likely, facts.offloading) if facts.may_offload(prediction) else None
-
-
-def graph_mode(may_need_more: bool, has_plan: bool) -> Mode:
-    """Return the mode of a captured graph that is about to run; `LEAST` takes the place of `OTHER_SIZES` if none fit.
-
-    Args:
-        may_need_more: Whether its step likely has a signature without a plan that runs more than the expected one.
-        has_plan: Whether the graphs of its step so far are those of a planned signature.
-    """
-    if may_need_more:
-        return Mode.LEAST
-    return Mode.PLANNED if has_plan else Mode.OTHER_SIZES
 
 
 @dataclass(frozen=True)

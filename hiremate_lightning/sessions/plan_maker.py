@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -194,7 +194,7 @@ class PlanMaker:
                 replace(options, on_infeasible="warn") if recorded.is_provisional else options,
                 target=self._model.name,
                 solve=recorded.solve,
-                progress=self.progress(step),
+                progress=self._reporter.solving(step_time_ms(step.graph, step.profile)),
                 decided=step.join(recorded.decided) if recorded.decided else None,
                 host=self.host(recorded),
             )
@@ -256,12 +256,9 @@ class PlanMaker:
         """Solve a step that gets no plan of its own, within `limit_s`; find its least memory if nothing fits."""
         options = self._model.options
         options = replace(options, on_infeasible="warn", time_limit_s=min(limit_s, options.time_limit_s))
-        plan = make_plan(step, room, options, self._model.name, progress=self.progress(step))
+        progress = self._reporter.solving(step_time_ms(step.graph, step.profile))
+        plan = make_plan(step, room, options, self._model.name, progress=progress)
         return unless_short(plan).solution
-
-    def progress(self, step: Step) -> Callable[[float, float], None] | None:
-        """Return the callback that shows the progress of solving a step; None if nothing is shown."""
-        return self._reporter.solving(step_time_ms(step.graph, step.profile))
 
     def with_proofs(self, plan: Plan) -> Plan:
         """Return a plan with the present state of the proofs; the plan itself if it has that."""

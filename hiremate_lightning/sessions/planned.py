@@ -23,6 +23,7 @@ from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..out_of_memory import explain
 from ..planning.headroom import GUARD_BYTES, Short, first_short
+from ..planning.plan import Plan
 from ..rewriting.nodes import may_choose_anew
 from ..running.execution import Part
 from ..signatures.history import CERTAIN, starts_so
@@ -308,13 +309,14 @@ class PlannedSignatures:
 
     def _install(self, made: Mapping[StepSignature, Fits | None]) -> None:
         """Run signatures by their new plans, and report the plans; drop signatures that get none."""
-        plans = {signature: fits for signature, fits in made.items() if fits is not None}
-        for signature in made:
-            if signature not in plans:
+        plans = dict[StepSignature, Plan]()
+        for signature, fits in made.items():
+            if fits is None:
                 signature.sights.has_no_programs = True
                 self.history.drop(signature)
-        for signature, fits in plans.items():
+                continue
             step, plan = signature.recorded, fits.plan
+            plans[signature] = plan
             limits = step.limits.with_plan(plan.planned_peak_bytes + step.margin_bytes)
             if plan.planned_peak_bytes > plan.budget_bytes:
                 limits = limits.with_least(step.resident, plan.planned_peak_bytes)
@@ -324,10 +326,10 @@ class PlannedSignatures:
             self.history.install(signature, plan, fits.programs)
             self._model.watching.planned(signature)
             self._graph_programs.forget_plans()
-        for signature, fits in plans.items():
-            self._reports.planned(signature, fits.plan, f"ahead: {self._model.largest}" if signature.is_ahead else "")
-        for fits in plans.values():
-            self._reports.notify(fits.plan)
+        for signature, plan in plans.items():
+            self._reports.planned(signature, plan, f"ahead: {self._model.largest}" if signature.is_ahead else "")
+        for plan in plans.values():
+            self._reports.notify(plan)
 
     def update(self, signature: StepSignature, **measured: Any) -> None:
         """Store measured values in the plan of a step signature, and report them."""

@@ -1,4 +1,4 @@
-"""In which mode a step runs, and a captured graph, as tables: the first rule that applies decides."""
+"""In which mode a step runs, as a table: the first rule that applies decides."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hiremate_lightning.sessions.modes import Eager, GivenBack, Mode, Offloaded, StepFacts, graph_mode, step_mode
+from hiremate_lightning.sessions.modes import Eager, GivenBack, Offloaded, StepFacts, step_mode
 from hiremate_lightning.signatures.eager_predictions import Prediction, SavedTensors
 
 IN_MEMORY, OFFLOADED = SavedTensors
@@ -62,16 +62,3 @@ def facts(
 )
 def test_a_step_runs_in_the_first_mode_that_is_open_to_it(known, mode):
     assert type(step_mode(facts(**known))) is mode
-
-
-@pytest.mark.parametrize(
-    ("may_need_more", "has_plan", "mode"),
-    [
-        (False, False, Mode.OTHER_SIZES),
-        (False, True, Mode.PLANNED),
-        (True, False, Mode.LEAST),
-        (True, True, Mode.LEAST),
-    ],
-)
-def test_a_captured_graph_runs_in_the_first_open_mode(may_need_more, has_plan, mode):
-    assert graph_mode(may_need_more, has_plan) is mode
