@@ -119,8 +119,8 @@ class Captured:
         return tuple(position for position, (_, gradient) in enumerate(pairs) if gradient is not None)
 
     @functools.cached_property
-    def alike(self) -> dict[int, torch.dtype]:
-        """Dtypes of the gradients that are dense and have the shape and device of their inputs, by input position."""
+    def gradient_dtypes(self) -> dict[int, torch.dtype]:
+        """Dtypes, by input position, of the gradients that are dense and have the shape and device of their inputs."""
         inputs, gradients = self.placeholders, self.backward_outputs
         shown = ((p, inputs[p].meta.get("val"), gradients[p].meta.get("val")) for p in self.trained)
         tensors = ((p, pair) for p, *pair in shown if all(isinstance(value, torch.Tensor) for value in pair))

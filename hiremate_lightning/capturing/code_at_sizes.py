@@ -52,7 +52,7 @@ class CodeAtSizes:
         self._without(NOTHING)
         # The first sample is used for all sizes, so these facts must be equal in all samples.
         facts = [
-            (c.terms, c.cast_terms, c.finished, c.trained, c.alike, c.mutated, c.overwritten, c.device)
+            (c.terms, c.cast_terms, c.finished, c.trained, c.gradient_dtypes, c.mutated, c.overwritten, c.device)
             for c in self.samples
         ]
         if any(of_sample != facts[0] for of_sample in facts):

@@ -202,8 +202,8 @@ def _host_words(step: Step, link: Link, host: Host, made: Plan, without: Plan) -
     if made.solution.offloads:
         size, cost = format_bytes(made.planned.host_bytes), format_ratio(made.predicted_overhead)
         use = f"{size} go there in a step, which takes {cost} more time than a plain one"
-    is_within = without.planned_peak_bytes <= without.budget_bytes
-    other = f"takes {format_ratio(without.predicted_overhead)} more time" if is_within else "is not possible"
+    more_time = f"takes {format_ratio(without.predicted_overhead)} more time"
+    other = "is not possible" if without.exceeds_budget else more_time
     return (
         f"The host's memory, {link.out_bytes_per_ms / 1e6:.3g} GB/s there and "
         f"{link.in_bytes_per_ms / 1e6:.3g} GB/s back: {use}; without it, this budget {other}. "

@@ -156,7 +156,7 @@ def count_of(plan: Plan, captured: OfflineStep, rates: Rates) -> Count:
         "gpus": layout.count,
         "fsdp": layout.shards,  # number of GPUs that parameters are sharded over
         "tp": layout.parts,  # number of GPUs that each block is divided over
-        "fits": plan.planned_peak_bytes <= plan.budget_bytes,
+        "fits": not plan.exceeds_budget,
         "unplanned_peak_bytes": plan.unplanned_peak_bytes,
         "peak_bytes": plan.planned_peak_bytes,  # the smallest peak found if none fits
         "peak_parts": _peak_parts(plan, captured.gradients_bytes),

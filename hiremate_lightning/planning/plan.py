@@ -184,10 +184,14 @@ class Plan:
         return plan
 
     @property
+    def exceeds_budget(self) -> bool:
+        """Whether the planned peak exceeds the budget: nothing fits, and the plan takes the least memory."""
+        return self.planned_peak_bytes > self.budget_bytes
+
+    @property
     def saves_nothing(self) -> bool:
         """Whether the plan exceeds the budget and adds nearly as many bytes as the eager step."""
-        is_over = self.planned_peak_bytes > self.budget_bytes
-        return is_over and self.planned.peak_bytes >= SAVES_NOTHING * self.unplanned.peak_bytes
+        return self.exceeds_budget and self.planned.peak_bytes >= SAVES_NOTHING * self.unplanned.peak_bytes
 
     def with_measured(self, **changes: Any) -> Plan:
         """Return the plan with fields of its measurement replaced."""

@@ -51,9 +51,9 @@ def positions_to_add(captured: Captured, leaves: Leaves) -> frozenset[int]:
     usual = {
         position: leaf
         for position, leaf in leaves.items()
-        if position in captured.alike
+        if position in captured.gradient_dtypes
         and type(leaf) in (torch.Tensor, torch.nn.Parameter)
-        and ((gradient := leaf.grad) is None or _takes(gradient, captured.alike[position], leaf))
+        and ((gradient := leaf.grad) is None or _takes(gradient, captured.gradient_dtypes[position], leaf))
     }
     return backward_pass.taking_one(usual)
 

@@ -211,8 +211,8 @@ class GraphPrograms:
         """Return the program of a captured graph by decisions: an earlier one if its schedule is the same."""
         key = captured.made_from, captured.overwritten, decisions
         schedule = self._schedules.get(key) or lower(captured.graph, decisions)
-        alike = (program for program in programs if program.schedule == schedule)
-        program = next(alike, None) or _build(captured, schedule)
+        earlier = (program for program in programs if program.schedule == schedule)
+        program = next(earlier, None) or _build(captured, schedule)
         if captured.made_from is not None:
             self._schedules[key] = program.schedule
         return program
@@ -227,17 +227,17 @@ class GraphPrograms:
             call: The place of the part among the calls of these signatures.
         """
         signatures, captured = taken_over.signatures, part.captured
-        alike, of_code = [signature.recorded for signature in signatures], signatures[0].of_code
-        begun = [step.forwards[place] for place in alike[0].places[:call]]
+        recorded, of_code = [signature.recorded for signature in signatures], signatures[0].of_code
+        begun = [step.forwards[place] for place in recorded[0].places[:call]]
         resident = step.resident_in(self._model.memory)
         calls = [*((forward.captured, forward.profile) for forward in begun), (captured, self._parts.costs_of(part))]
         to_come = of_code.sizes_of_calls.foresee([captured for captured, _ in calls])
-        foreseen = foresee(alike, [*calls, *to_come], resident)
+        foreseen = foresee(recorded, [*calls, *to_come], resident)
         if foreseen is None:
             return replace(taken_over, followed=None)
-        if len(calls) == len(alike[0].calls):
+        if len(calls) == len(recorded[0].calls):
             taken_over = replace(taken_over, at_sizes=foreseen)
-        whole = foreseen.merge().sharing([recorded.code for recorded in foreseen.calls], self._replays)
+        whole = foreseen.merge().sharing([call.code for call in foreseen.calls], self._replays)
         is_made = captured.made_from is not None
         room = self._room_for(whole, resident, signatures, is_made)
         before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]

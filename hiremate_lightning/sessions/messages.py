@@ -217,7 +217,7 @@ class PlanReports:
                 "torch.backends.cudnn.benchmark is on: convolutions that are computed again may take another algorithm "
                 "than before, and differ in the last bits. Turn it off for the same numbers bit for bit."
             )
-        if plan.planned_peak_bytes > plan.budget_bytes:
+        if plan.exceeds_budget:
             self.warn_least(signature, plan.planned_peak_bytes)
         self._messages.checkpointing(plan)
 
@@ -225,7 +225,7 @@ class PlanReports:
         """Report a plan that stays to the listeners, and show why its budget has changed."""
         self._report_why(signature, plan, is_new=False)
         self.notify(plan)
-        if plan.planned_peak_bytes > plan.budget_bytes:
+        if plan.exceeds_budget:
             self.warn_least(signature, plan.planned_peak_bytes)
 
     def warn_least(self, signature: StepSignature, peak_bytes: int) -> None:

@@ -25,7 +25,7 @@ from ..records.step import Step
 from ..running.program import Program
 from ..signatures.limits import Limits
 from ..signatures.recorded_step import RecordedCall, RecordedStep
-from ..signatures.shortage import ADVICE, Shortage
+from ..signatures.shortage import ALL_ADVICE, Shortage
 from ..signatures.step_signature import StepSignature
 from ..torch_private import runtime
 from ..units import Budget
@@ -241,7 +241,7 @@ class PlanMaker:
             room = max(of_states, key=lambda room: room.budget_bytes, default=Room(self._model.options.budget, 0))
             rooms.update((need.peak_bytes, room) for need in of_signature if need.peak_bytes > room.budget_bytes)
             needs += of_signature
-        return Short(tuple(needs), rooms[max(rooms)], self._model.name, shortage.words, ADVICE) if rooms else None
+        return Short(tuple(needs), rooms[max(rooms)], self._model.name, shortage.words, ALL_ADVICE) if rooms else None
 
     def _need(self, recorded: RecordedStep, less_bytes: int) -> Need:
         step, resident, options = recorded.merge(), recorded.resident, self._model.options

@@ -93,8 +93,8 @@ class PlannedSignatures:
                 self.history.record(signature, step)
             raise
 
-    def likely(self, step: CurrentStep) -> list[StepSignature]:
-        """List the planned signatures that a step is likely to have, if graphs wait as before their steps."""
+    def to_adapt(self, step: CurrentStep) -> list[StepSignature]:
+        """List the signatures whose plans a step needs adapted: all likely ones before which as many graphs waited."""
         return [signature for signature in self.history.all_likely(step.foreseen) if starts_so(signature, step.start)]
 
     def plan_and_adapt(self, finished: CurrentStep | None, resident: Resident, step: CurrentStep) -> None:
@@ -115,7 +115,7 @@ class PlannedSignatures:
             before = finished.resident and finished.resident.with_state(resident.state_bytes)
             with collecting_what_it_leaves():
                 self._hold(self.learn(finished.record, resident, before))
-        self.adapt_plans(self.likely(step), resident)
+        self.adapt_plans(self.to_adapt(step), resident)
         if self.shortage.is_held and self.shortage.is_to_be_raised:
             self._end_shortage()
         if self.shortage.is_to_be_warned_of:
@@ -158,12 +158,12 @@ class PlannedSignatures:
 
     def adapt_plans(self, signatures: Sequence[StepSignature], resident: Resident) -> None:
         """Adapt the plans of signatures to the memory that exists; if one does not fit, train on for a while."""
-        alike = [one for one in self.history.recorded if one.backwards_vary and not one.recorded.decided]
-        for signature in alike:  # from now on calls of such a step run by the programs of waiting graphs
+        varying = [one for one in self.history.recorded if one.backwards_vary and not one.recorded.decided]
+        for signature in varying:  # from now on calls of such a step run by the programs of waiting graphs
             self.history.record(signature, self.maker.waiting.at(signature, signature.recorded))
         has_more_state = resident.state_bytes > self.maker.state_bytes  # before each piece of an iteration from now on
         self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
-        short = self._plan(*alike) if alike or has_more_state else None
+        short = self._plan(*varying) if varying or has_more_state else None
         self._hold(short or first_short(self.adapt_plan(signature, resident) for signature in signatures))
         for signature in signatures:
             signature.adapted_at = self._memory.growths, self._memory.retained_bytes()
@@ -318,7 +318,7 @@ class PlannedSignatures:
             step, plan = signature.recorded, fits.plan
             plans[signature] = plan
             limits = step.limits.with_plan(plan.planned_peak_bytes + step.margin_bytes)
-            if plan.planned_peak_bytes > plan.budget_bytes:
+            if plan.exceeds_budget:
                 limits = limits.with_least(step.resident, plan.planned_peak_bytes)
             recomputed = {plan.graph.nodes[node].op for node in plan.schedule.recomputed(plan.graph)}
             signature.is_searching |= may_choose_anew(recomputed, self._memory.device)
@@ -356,7 +356,7 @@ class PlannedSignatures:
         self._note_before(signature, resident)
         if self.shortage.is_held:
             return None
-        is_least = plan.planned_peak_bytes > plan.budget_bytes
+        is_least = plan.exceeds_budget
         step, adapted = self.maker.adapted(signature, resident_now)
         self.history.record(signature, step)
         limits, peak_bytes = step.limits, adapted.planned_peak_bytes + step.margin_bytes
@@ -397,7 +397,7 @@ class PlannedSignatures:
             self.update(signature, peak_bytes=highest_bytes, predicted_bytes=predicted_bytes)
         if peak_bytes <= before_bytes:
             return
-        if plan.planned_peak_bytes > plan.budget_bytes:
+        if plan.exceeds_budget:
             self._reports.warn_least(signature, peak_bytes)
         elif peak_bytes > plan.budget_bytes:
             larger = None if record is None else self.maker.larger_step(signature, record, resident)

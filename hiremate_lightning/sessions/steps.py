@@ -158,7 +158,7 @@ class Steps(Conductor):
             return True
         all_likely = self._history.all_likely(step.foreseen)
         counts_on_frees = any(signature.recorded.counts_on_freed_gradients for signature in all_likely)
-        return counts_on_frees or not all(map(self._planned.is_adapted, self._planned.likely(step)))
+        return counts_on_frees or not all(map(self._planned.is_adapted, self._planned.to_adapt(step)))
 
     # ---------------------------------------------------------------- its captured graphs
 

@@ -28,7 +28,7 @@ from ..records.resizing import Resizing, Sample
 from ..records.schedule import eager_decisions, lower
 from ..records.simulation import Allocations, allocations
 from .recorded_step import RecordedStep
-from .step_signature import StepSignature
+from .step_signature import EAGER_TRIES, StepSignature
 
 # Ratios of growing bytes (all but gradients, which don't grow with sizes) in eager PyTorch to growing bytes in the
 # captured graph:
@@ -37,7 +37,6 @@ RANDOM_RATIO = 1.5  # likewise for code with random operators: eager PyTorch may
 COUNTED_DRAW = "aten.native_dropout.default"  # an exception: the graph counts its masks as eager PyTorch keeps them
 UNMEASURED_WAY_RATIO = 1.1  # at least, with offloading, if only steps without it were measured
 LEAST_RATIO = 1.03  # at least, after an eager step was measured
-TRIES = 4  # steps to measure in a row: on a CPU the first one does not show all that is freed
 CLEARLY_LARGER = 1.1  # measure a step that is predicted to take so many times as much as each measured one,
 NEAR = 0.5  # and at least this share of its room
 SIMILAR = 0.5  # compare steps of at least this share of the bytes of the largest measured one
@@ -266,7 +265,7 @@ class EagerPredictions:
     def is_to_be_measured(self, prediction: Prediction, room_bytes: int) -> bool:
         """Whether to measure an eager step: it takes much of its room, and clearly more than each measured step."""
         is_larger = prediction.captured_bytes > CLEARLY_LARGER * self._largest_bytes.get(prediction.saved, 0)
-        return 0 < self._tries < TRIES or (is_larger and prediction.added_bytes > NEAR * room_bytes)
+        return 0 < self._tries < EAGER_TRIES or (is_larger and prediction.added_bytes > NEAR * room_bytes)
 
     def measured(
         self, calls: Sequence[ModuleCall], likely: StepSignature, prediction: Prediction, added_bytes: int | None
@@ -278,7 +277,7 @@ class EagerPredictions:
             measured = [*self._measured.get(saved, ()), _Measured(tuple(calls), likely, added_bytes)]
             self._measured[saved] = sorted(measured, key=lambda step: step.added_bytes)[-COMPARED:]
             self._forget_predictions()
-        if added_bytes is not None or self._tries == TRIES:
+        if added_bytes is not None or self._tries == EAGER_TRIES:
             self._largest_bytes[saved] = max(self._largest_bytes.get(saved, 0), prediction.captured_bytes)
             self._tries = 0
 

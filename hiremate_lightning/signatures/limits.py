@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ..measuring.resident import GradientState, Resident
 
-WORTH_A_PLAN = 0.05  # plan again if the budget rises by more than this share of what a step may add
+CLEARLY_RISEN = 0.05  # plan again if the budget rises by more than this share of what a step may add
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,5 +82,5 @@ class Limits:
         (budget_bytes, peak_bytes), (before_bytes, peak_before_bytes) = self._without_state(peak_bytes), self.of_plan
         risen_bytes = budget_bytes - before_bytes
         room_bytes = risen_bytes - (peak_bytes - peak_before_bytes)
-        clearly_bytes = WORTH_A_PLAN * (self.budget_bytes - resident.size_bytes)
+        clearly_bytes = CLEARLY_RISEN * (self.budget_bytes - resident.size_bytes)
         return self.is_share and min(risen_bytes, room_bytes) > clearly_bytes

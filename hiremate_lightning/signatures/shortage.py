@@ -16,7 +16,7 @@ from ..planning.headroom import AT_LEAST, Short
 HELD_STEPS = 8  # most steps that run above the budget before the error
 SILENT_STEPS = 2  # warn after so many steps above the budget; usually the error comes earlier
 SO_FAR = "The smallest budget found for the steps seen so far is"
-ADVICE = "Raise the budget, make the batch smaller, or pass on_infeasible='warn' to train with the least memory."
+ALL_ADVICE = "Raise the budget, make the batch smaller, or pass on_infeasible='warn' to train with the least memory."
 
 
 class Shortage:

@@ -21,7 +21,7 @@ from ..planning.plan import Plan
 from ..running.program import Program
 from .recorded_step import RecordedStep
 
-TRIES = 4  # most eager steps to measure in a row until one shows its peak
+EAGER_TRIES = 4  # most eager steps to measure in a row: on a CPU the first one does not show all that is freed
 
 GraphNumbers = tuple[int, ...]  # numbers of the captured graphs that a step runs forward, in order
 Start = tuple[int, int]  # how a step starts: bytes of its arguments, and number of graphs of earlier steps that wait
@@ -134,7 +134,7 @@ class StepSignature:
         plan, step = self.own_plan, self.recorded
         if plan.measured.step_ms is None or step.waits:
             return False
-        if plan.planned_peak_bytes > plan.budget_bytes:
+        if plan.exceeds_budget:
             return self.saves_nothing(eager_bytes, free_bytes)
         if self.is_given_back is False or not (plan.solution.keeps_all and thresholds.current.gives_back):
             return False
@@ -154,10 +154,10 @@ class StepSignature:
     def ran_without_plan(self, peak_bytes: int | None, plan_bytes: int) -> None:
         """Set `is_given_back` by the peak of an eager step whose plan saves no memory.
 
-        The plan stays if the eager step took more than `plan_bytes`, its peak by the plan, or if `TRIES` steps did not
-        show their peak (None).
+        The plan stays if the eager step took more than `plan_bytes`, its peak by the plan, or if `EAGER_TRIES` steps
+        did not show their peak (None).
         """
         self.eager_tries += 1
-        if peak_bytes is not None or self.eager_tries == TRIES:
+        if peak_bytes is not None or self.eager_tries == EAGER_TRIES:
             most_bytes = thresholds.current.released_peak * plan_bytes
             self.is_given_back = peak_bytes is not None and peak_bytes <= most_bytes

@@ -166,7 +166,7 @@ def least_memory(step: Step) -> Solution:
 
 def trial_of(size: int, plan: Plan, fixed_ms: float) -> SizeTrial:
     """Return the trial of a size by its plan; `fixed_ms` is added to the time of the step."""
-    fits = plan.planned_peak_bytes <= plan.budget_bytes
+    fits = not plan.exceeds_budget
     step_ms = plan.planned.time_ms + fixed_ms
     return SizeTrial(
         size,

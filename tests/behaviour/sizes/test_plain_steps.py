@@ -16,7 +16,6 @@ from hiremate_lightning.records.graph import StorageKind
 from hiremate_lightning.signatures.eager_predictions import (
     NEAR,
     ROUNDING,
-    TRIES,
     UNMEASURED_RATIO,
     UNMEASURED_WAY_RATIO,
     CapturedStep,
@@ -24,7 +23,7 @@ from hiremate_lightning.signatures.eager_predictions import (
     Prediction,
     SavedTensors,
 )
-from hiremate_lightning.signatures.step_signature import StepSignature
+from hiremate_lightning.signatures.step_signature import EAGER_TRIES, StepSignature
 from hiremate_lightning.targets.modules import targets_of
 from tests.behaviour.sizes.test_saved_offload import budget_of
 from tests.exact import network, simple_loop, take_steps, train_both
@@ -179,7 +178,7 @@ def test_clearly_larger_steps_are_measured():
     found = [prediction(plain, length) for length in (50, 51, 60)]
     rooms = (int(found[0].added_bytes / share) for share in (NEAR - 0.01, NEAR + 0.01))
     assert [plain.is_to_be_measured(found[0], room_bytes) for room_bytes in rooms] == [False, True]
-    for _ in range(TRIES):
+    for _ in range(EAGER_TRIES):
         assert plain.is_to_be_measured(found[0], found[0].added_bytes)
         measure(plain, 50, None)
     assert not plain.is_to_be_measured(found[0], found[0].added_bytes)
