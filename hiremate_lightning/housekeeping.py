@@ -1,4 +1,4 @@
-"""The log, JSON files for later runs, a bounded dictionary, texts shown once, and garbage collection after code.
+"""The log, weak methods, JSON files for later runs, a bounded dictionary, texts shown once, and garbage collection.
 
 A full collection visits all objects, a million once PyTorch's compiler and a package of models are imported. Tracing
 and planning leave many reference cycles; `collecting_what_it_leaves` collects only cycles made in its block.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,17 @@ log = logging.getLogger("hiremate_lightning")
 
 K = TypeVar("K")
 V = TypeVar("V")
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method while the object of it lives, and returns None afterwards."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        alive = reference()
+        return None if alive is None else alive(*arguments)
+
+    return call
 
 
 class Latest(dict[K, V]):

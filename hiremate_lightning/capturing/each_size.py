@@ -11,13 +11,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
 from .. import thresholds
-from ..housekeeping import Latest, collecting_what_it_leaves, log
+from ..housekeeping import Latest, collecting_what_it_leaves, log, weakly
 from ..records.expressions import LEAST_SAMPLES, LEAST_SAMPLES_OF_TWO_TERMS, Sizes, SizesDifferError, vary_alone
 from ..torch_private import captured_code, dynamo, tensor_state
 from ..torch_private.size_symbols import Layout, SizeSymbols, trace_apart
@@ -188,12 +189,7 @@ class EachSize:
             return None
         if not self._part_source.may_make(self, is_first=not self._samples):
             return None
-        method = weakref.WeakMethod(self._made_smaller)  # the proof must not keep this code alive
-
-        def smaller(inputs: Sequence[Any]) -> tuple[Runner, list[Any]] | None:
-            make = method()
-            return None if make is None else make(sizes, inputs)
-
+        smaller = partial(weakly(self._made_smaller), sizes)  # the proof must not keep this code alive
         try:
             self._sample_near(sizes, inputs)
             run = self._made_at(sizes, smaller)

@@ -26,10 +26,10 @@ from ..housekeeping import log
 from ..options import OPTIONS, SEARCH_OPTIONS
 from ..reporting.plan_summary import read_summary, rows_of, summary_rows
 from ..reporting.terminal import Output, module_table
-from .run import OneLineParser, add_flag
+from .run import PROBLEM, USAGE, OneLineParser, add_flag
 from .run import main as run_script
 
-OK, PROBLEM, USAGE, STOPPED = 0, 1, 2, 130
+OK, STOPPED = 0, 130
 RUN = "run"  # the arguments after this word belong to a script
 LABEL_WIDTH = 12
 

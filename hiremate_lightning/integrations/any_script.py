@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -35,7 +34,7 @@ from ..targets.candidates import has_weights
 from ..targets.modules import is_inside_planned, planned_module_with, targets_of
 from ..targets.together import together
 from ..targets.training_step import plans_step_of
-from ..torch_private import backward_pass, hooks, tensor_state
+from ..torch_private import backward_pass, hooks, runtime, tensor_state
 from .alive import Alive, may_be_planned, name_of
 from .compile_backend import hiremate as compile_backend
 
@@ -282,8 +281,7 @@ class Finder:
 
     def _refuse_unplanned_ranks(self) -> None:
         """Raise a ConfigurationError if the script started its other processes itself: these have no plan."""
-        is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
-        count = torch.distributed.get_world_size() if is_there else 1
+        count = runtime.world_size()
         if count > 1 and not self._is_launched:
             raise ConfigurationError(
                 f"The script trains in {count} processes and has started the others itself, without a plan. Start all "

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..api import get_plan
 from ..capturing.backend import has_gradients
 from ..errors import ConfigurationError, did_you_mean
 from ..options import OPTIONS
@@ -28,8 +27,6 @@ from ..sessions.session import Session
 from ..targets.compiled import CompiledModel, Key, begin, sessions
 from ..torch_private import compiled_by_torch
 from ..torch_private.tensor_state import is_fake
-
-__all__ = ["get_plan", "hiremate"]
 
 
 def hiremate(

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from ..capturing.capture import Captured
+from ..housekeeping import weakly
 from ..memory.allocator import allocated_bytes, storage_bytes
 from ..memory.metering import Interval, LiveBytes, MemoryMeter
 from ..records.graph import bytes_of
@@ -257,14 +258,7 @@ class StepRecord:
 
     def _mark_release(self, value: torch.Tensor, mark: Mark) -> Callable[[], Any]:
         """Set a mark when a tensor's memory is released; return the function that cancels this."""
-        reference = weakref.ref(self)  # outputs may be kept for ever
-
-        def note() -> None:
-            record = reference()
-            if record is not None:
-                record._released(mark)
-
-        return tensor_state.at_release(value, note)
+        return tensor_state.at_release(value, partial(weakly(self._released), mark))  # outputs may be kept for ever
 
     def _released(self, mark: Mark) -> None:
         """Mark the release of an output. After this step, mark the last release in the record of the next step."""

@@ -144,7 +144,7 @@ class GraphPrograms:
         processes the part runs in any case: a process that stops alone leaves the others waiting in a collective.
         """
         if part not in self._least:
-            options, is_alone = self._model.options, runtime.process_group_store() is None
+            options, is_alone = self._model.options, runtime.world_size() == 1
             is_checked = is_alone and options.budget.share is None and options.on_infeasible == "raise"
             with self._reporter.stage("solving"), collecting_what_it_leaves():
                 profile, captured = self._parts.costs_of(part), part.captured

@@ -24,6 +24,7 @@ from ..capturing.backend import capture_opaque, planning_backend
 from ..capturing.capture import Captured
 from ..capturing.same_captures import SameCaptures
 from ..errors import CaptureError
+from ..housekeeping import weakly
 from ..measuring.resident import Resident
 from ..options import SessionOptions
 from ..planning.headroom import Short
@@ -217,15 +218,15 @@ class Session:
 
         It keeps no session alive. Without `makes_sizes` each size is traced, none is made from traces of others.
         """
-        proof = partial(Proof, prove=_weakly(self._prover.prove)) if self.options.verify else None
+        proof = partial(Proof, prove=weakly(self._prover.prove)) if self.options.verify else None
         return planning_backend(
-            _weakly(self.take_in),
+            weakly(self.take_in),
             self.model.kernels,
             proof,
-            _weakly(self.warn),
-            _weakly(self.model.largest.trace_ahead),
+            weakly(self.warn),
+            weakly(self.model.largest.trace_ahead),
             weakref.proxy(self._new_sizes) if makes_sizes else None,
-            SameCaptures(_weakly(self.model.parts.captured_again)),
+            SameCaptures(weakly(self.model.parts.captured_again)),
         )
 
     def take_in(self, captured: Captured) -> Part:
@@ -377,28 +378,10 @@ class Session:
                 self.abandon_step()
             raise
         self.steps.runs += 1
-        reference = weakref.ref(self.steps)  # autograd's graph must not keep a session alive
-
-        def begins(_: Any) -> None:
-            steps = reference()
-            if steps is not None:
-                steps.eager_backward_starts()
-
+        begins = weakly(self.steps.eager_backward_starts)  # autograd's graph must not keep a session alive
         nodes = {tensor.grad_fn for tensor in tensors_inside(result) if tensor.grad_fn is not None}
         for node in nodes:
-            node.register_prehook(begins)
+            node.register_prehook(lambda _: begins())
         if not nodes and self.steps.current is not None:
             self.steps.current.is_unseen = True  # without a backward nothing shows where the step ends
         return result
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a method without keeping its object alive: torch.compile's caches hold it."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> Any:
-        alive = reference()
-        assert alive is not None, "a model is alive while it is called"
-        return alive(*arguments)
-
-    return call

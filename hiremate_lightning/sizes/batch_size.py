@@ -27,7 +27,7 @@ from ..errors import BudgetError, ConfigurationError, HiRemateWarning
 from ..housekeeping import log
 from ..memory.allocator import allocated_bytes
 from ..memory.metering import MemoryMeter
-from ..options import SizeOptions, make_size_options
+from ..options import SIZE_OPTIONS, SizeOptions, make_size_options
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.planner import make_options
 from ..records.expressions import Line
@@ -35,6 +35,7 @@ from ..records.graph import OUTSIDE, Graph
 from ..reporting.report import Reporter
 from ..targets.candidates import Target
 from ..targets.modules import Targets, targets_of
+from ..torch_private import runtime
 from ..units import Budget, format_bytes, format_ratio, parse_budget
 from .size_search import (
     BatchSizeResult,
@@ -120,14 +121,8 @@ def find_max_batch_size(
         >>> result = find_max_batch_size(model, make_batch, step, budget="10 GiB")
         >>> loader = DataLoader(data, batch_size=int(result))
     """
-    options = make_size_options(
-        init_val=init_val,
-        max_val=max_val,
-        max_overhead=max_overhead,
-        objective=objective,
-        margin=margin,
-        max_trials=max_trials,
-    )
+    # Here `locals()` has only the arguments.
+    options = make_size_options(**{name: value for name, value in locals().items() if name in SIZE_OPTIONS})
     root = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     targets = targets_of(root) if isinstance(root, nn.Module) else None
     default = Budget() if targets is None else targets.session.options.budget
@@ -280,7 +275,7 @@ class SizeFinder:
 
     def _sample(self, size: int) -> None:
         # A rank that stops inside of a step leaves the others waiting in it. Size 1 runs to find out what it needs.
-        on_infeasible = "warn" if _is_distributed() or size == 1 else "raise"
+        on_infeasible = "warn" if runtime.world_size() > 1 or size == 1 else "raise"
         with self._runner.trial(size, self._budget_bytes, on_infeasible, max_plans=0):
             pass  # its first step is the sample
 
@@ -397,7 +392,7 @@ class SizeFinder:
 
     def _agree(self, value: int) -> int:
         """Return the smallest value of all ranks."""
-        if not _is_distributed():
+        if runtime.world_size() == 1:
             return int(value)
         on = self._runner.device if torch.distributed.get_backend() == "nccl" else torch.device("cpu")
         shared = torch.tensor(int(value), dtype=torch.int64, device=on)
@@ -409,8 +404,3 @@ def _captured_shapes(graph: Graph) -> list[tuple[int, ...]]:
     """List the shapes of all tensors except those that stand for memory of outside code, which varies by itself."""
     outside = {index for index, node in enumerate(graph.nodes) if node.op == OUTSIDE}
     return [tensor.shape for tensor in graph.tensors if tensor.producer not in outside]
-
-
-def _is_distributed() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

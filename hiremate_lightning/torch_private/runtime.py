@@ -47,11 +47,17 @@ def has_expandable_segments() -> bool:
     return "expandable_segments:True" in settings
 
 
+def world_size() -> int:
+    """Return the number of processes of torch.distributed; 1 where it does not run."""
+    group = torch.distributed
+    return group.get_world_size() if group.is_available() and group.is_initialized() else 1
+
+
 def process_group_store() -> tuple[Any, int, int] | None:
     """Return the process group's key-value store, this process's rank and the world size; None for a single process."""
-    group = torch.distributed
-    if not group.is_available() or not group.is_initialized() or group.get_world_size() == 1:
+    if world_size() == 1:
         return None
+    group = torch.distributed
     store = group.PrefixStore("hiremate", group.distributed_c10d._get_default_store())
     return store, group.get_rank(), group.get_world_size()
 

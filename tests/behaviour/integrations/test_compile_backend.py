@@ -20,10 +20,10 @@ from hiremate_lightning import (
     HiRemateError,
     HiRemateWarning,
     InfeasibleBudgetError,
+    get_plan,
     hiremate,
     remove_hiremate,
 )
-from hiremate_lightning.integrations.compile_backend import get_plan
 from hiremate_lightning.targets.compiled import _sessions
 from tests.exact import assert_same, network
 from tests.loops import assert_within_budget
