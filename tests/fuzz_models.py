@@ -326,7 +326,7 @@ def compare(
         captured, _, _ = _train_planned(recipe, "1 TiB", time_limit_s)
         tamper(captured)
         differences, deviation = _differences(planned, captured), _deviation(captured, plain)
-    corrected = max((kind.recorded.margin_bytes for kind in session.planned.history.recorded), default=0)
+    corrected = max((kind.recorded.margin_bytes for kind in session.model.history.recorded), default=0)
     said = [str(warning.message) for warning in caught if issubclass(warning.category, HiRemateWarning)]
     return Outcome(recipe, plan, planned.peaks, differences, deviation, session.captured_count, corrected, said)
 

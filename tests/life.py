@@ -65,7 +65,7 @@ def only_plan(model: nn.Module):
     """Return what keeps the plans of a model, its only step signature, and the plan of that."""
     session = session_of(model)
     ((graphs, plan),) = session.plans.items()
-    return session.planned, session.planned.history.get_or_make(graphs), plan
+    return session.planned, session.model.history.get_or_make(graphs), plan
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:

@@ -87,7 +87,7 @@ class GraphPrograms:
         Raises:
             InfeasibleBudgetError: If the part alone fits neither the budget nor the free memory.
         """
-        profile, ran = self._parts.costs_of(part), (*step.graphs, part.number)
+        profile, ran = self._parts.measure_once(part), (*step.graphs, part.number)
         signature, program = self._history.choose(ran, step.expected, step.start, partial(self._fits_beside, step))
         if signature is None and not step.is_unknown:
             step.taken_over, forward = self._take_over(step, part, ran)
@@ -147,11 +147,11 @@ class GraphPrograms:
             options, is_alone = self._model.options, runtime.world_size() == 1
             is_checked = is_alone and options.budget.share is None and options.on_infeasible == "raise"
             with self._reporter.stage("solving"), collecting_what_it_leaves():
-                profile, captured = self._parts.costs_of(part), part.captured
+                profile, captured = self._parts.measure_once(part), part.captured
                 whole = alone(*_without_doubtful(captured, profile), captured.device)
                 outcome = first_solution(
                     whole,
-                    self._maker.room(whole, step.resident_in(self._model.memory))
+                    self._maker.find_room(whole, step.resident_in(self._model.memory))
                     if is_checked
                     else Room(options.budget, UNLIMITED),
                     options,
@@ -159,7 +159,7 @@ class GraphPrograms:
                     self._reporter.solving(step_time_ms(captured.graph, profile)),
                     # The bytes that a first step may take beyond the budget: none if it can get no plan.
                     lambda: 0 if self._model.warn_if_full() else free_bytes(self._model.memory.device),
-                    self._model.offloading.host(whole, [captured]),
+                    self._model.offloading.reserve(whole, [captured]),
                 )
                 (program,) = self._model.offloading.build(whole, [captured], unless_short(outcome))
                 self._least[part] = replace(program, protects=True)  # see `_build`
@@ -184,7 +184,7 @@ class GraphPrograms:
             else:
                 programs = [forward.program for forward in forwards.values() if forward is not None]
                 program = self._program_of(part.captured, decisions, programs)
-                forward = Forward(part.number, part.captured, self._parts.costs_of(part), program, Mode.OTHER_SIZES)
+                forward = Forward(part.number, part.captured, self._parts.measure_once(part), program, Mode.OTHER_SIZES)
             forwards[ran] = forward
         return taken_over, forward
 
@@ -230,7 +230,8 @@ class GraphPrograms:
         recorded, of_code = [signature.recorded for signature in signatures], signatures[0].of_code
         begun = [step.forwards[place] for place in recorded[0].places[:call]]
         resident = step.resident_in(self._model.memory)
-        calls = [*((forward.captured, forward.profile) for forward in begun), (captured, self._parts.costs_of(part))]
+        calls = [(forward.captured, forward.profile) for forward in begun]
+        calls.append((captured, self._parts.measure_once(part)))
         to_come = of_code.sizes_of_calls.foresee([captured for captured, _ in calls])
         foreseen = foresee(recorded, [*calls, *to_come], resident)
         if foreseen is None:
@@ -260,7 +261,7 @@ class GraphPrograms:
 
         They leave a margin free, if steps of the signatures took more than was predicted.
         """
-        room = self._maker.room(step, resident)
+        room = self._maker.find_room(step, resident)
         if len(signatures[0].recorded.calls) > 1:  # a later graph is traced during the step
             room = replace(room, resident_bytes=room.resident_bytes + TRACING_BYTES)
         margin_bytes = max(self._history.margin_bytes, *(signature.recorded.margin_bytes for signature in signatures))

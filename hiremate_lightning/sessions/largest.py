@@ -176,7 +176,7 @@ class LargestSizes:
     def _at_largest(
         self, recorded: RecordedStep, larger: Mapping[Part, Part], resident: Resident
     ) -> RecordedStep | None:
-        profiles = [self._parts.costs_of(larger[call.part]) for call in recorded.calls]
+        profiles = [self._parts.measure_once(larger[call.part]) for call in recorded.calls]
         captured = [larger[call.part].captured for call in recorded.calls]
         step = foresee([recorded], list(zip(captured, profiles, strict=True)), resident)
         if step is None or not step.hands_on:

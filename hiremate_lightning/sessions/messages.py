@@ -34,6 +34,8 @@ CLEARLY = 0.002  # report a change of the budget by more than this share
 ENDS = " What ends its graphs: "
 BATCH = "batch"  # the kind of resident bytes that changes from step to step
 
+Listener = Callable[[Plan], None]  # called with each plan when it is made, and again when it has been measured
+
 
 def transforms_in(name: str) -> str:
     """Return the topic of warnings of transforms of torch.func in or around a module."""
@@ -194,16 +196,15 @@ class Messages:
 class PlanReports:
     """Reports plans by step signature, and why a budget or a plan has changed, each once."""
 
-    def __init__(self, reporter: Reporter, messages: Messages) -> None:
-        self._reporter, self._messages = reporter, messages
-        self.listeners: list[Callable[[Plan], None]] = []  # called with each plan when it is made, and when measured
+    def __init__(self, reporter: Reporter, messages: Messages, listeners: list[Listener]) -> None:
+        self._reporter, self._messages, self._listeners = reporter, messages, listeners
         self._said_bytes = 0  # the largest peak in a warning that nothing fits
         # By signature, the plan whose budget was reported last, and the plan whose measurement was, as they were then.
         self._planned, self._measured = dict[StepSignature, Plan](), dict[StepSignature, Plan]()
 
     def notify(self, plan: Plan) -> None:
         """Call the listeners with a plan."""
-        for listener in self.listeners:
+        for listener in self._listeners:
             listener(plan)
 
     def planned(self, signature: StepSignature, plan: Plan, remark: str = "") -> None:

@@ -215,6 +215,6 @@ class GivenBack(Eager):
 
     def _exceeded(self, model: PlannedModel, took: str) -> None:
         """Run steps of this signature by their plan again, and warn."""
-        self.likely.is_given_back = False
+        self.likely.keep_plan()
         text = "A step without its plan took more than the budget: such steps run by their plan again."
         model.messages.warn(text, took)

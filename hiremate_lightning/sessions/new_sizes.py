@@ -74,7 +74,7 @@ class NewSizes:
         self._of(code).number = first.captured.graph.code
         at_sizes = self._at_sizes.get(first)
         if at_sizes is None or at_sizes.sizes != sizes_before:
-            profiles = [self._parts.costs_of(part, REPEATS_OF_SAMPLES) for _, part in samples]
+            profiles = [self._parts.measure_once(part, REPEATS_OF_SAMPLES) for _, part in samples]
             costed = [(part.captured, profile) for (_, part), profile in zip(samples, profiles, strict=True)]
             at_sizes = self._at_sizes[first] = CodeAtSizes(costed, sizes_before)
         captured, profile = at_sizes.at(sizes)

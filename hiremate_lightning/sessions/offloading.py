@@ -68,7 +68,7 @@ class Offloading:
         """Whether values of plans may be offloaded."""
         return self._option != "off" and not self._why_not(waits=False)
 
-    def _reserve(self) -> int:
+    def _decide_most_bytes(self) -> int:
         """Return the most bytes of host memory for offloaded values; the first call decides, by what is free then."""
         if self.memory.most_bytes is not None:
             return self.memory.most_bytes
@@ -85,8 +85,8 @@ class Offloading:
         self.memory.most_bytes = named_bytes
         return named_bytes
 
-    def host(self, step: Step, calls: Sequence[Captured], waits: bool = False) -> Host:
-        """Return the host memory to which a step may offload values.
+    def reserve(self, step: Step, calls: Sequence[Captured], waits: bool = False) -> Host:
+        """Reserve and return the host memory to which a step may offload values.
 
         It has 0 bytes if nothing can be offloaded, for example while graphs wait for a later backward, before the step
         or after it. If the option `offload` is on, a warning says why.
@@ -97,7 +97,7 @@ class Offloading:
             self._warn(NOTHING.format(asked=repr(self._option), why=why))
             return Host(0)
         stay = storages_in(step, [pinned_storages(call) for call in calls])
-        return Host(self._reserve(), stay, has_round_blocks=True)
+        return Host(self._decide_most_bytes(), stay, has_round_blocks=True)
 
     def build(self, step: Step, calls: Sequence[Captured], solution: Solution) -> Iterator[Program]:
         """Yield the program of each call of a step by a solution, with the offloads of the solution."""

@@ -79,11 +79,8 @@ class Parts:
         self.traced_count += profile is None
         return part
 
-    def costs_of(self, part: Part, repeats: int = REPEATS) -> Profile:
-        """Return the costs of a part that is about to run.
-
-        The first time, fused operations are compiled and each operation is measured.
-        """
+    def measure_once(self, part: Part, repeats: int = REPEATS) -> Profile:
+        """Compile the fused operations of a part and measure each operation, the first time; return the costs."""
         if part.profile is not None:
             return part.profile
         captured = part.captured = without_unsteady(part.captured, self._recomputable)

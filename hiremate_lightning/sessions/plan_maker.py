@@ -62,9 +62,10 @@ class PlanMaker:
         """Return the limits of a step signature before any of its steps had a budget."""
         return Limits(self._model.options.budget.share is not None)
 
-    def room(self, step: Step, resident: Resident, signature: StepSignature | None = None) -> Room:
-        """Return the bytes that a step may take, within the largest budget of all step signatures.
+    def find_room(self, step: Step, resident: Resident, signature: StepSignature | None = None) -> Room:
+        """Find the bytes that a step may take, within the largest budget of all step signatures.
 
+        The first call fixes the bytes of the budget "auto" for all later ones.
         A budget that is a share is a share of the bytes that the largest step adds in eager training, with graphs that
         wait for their backward. `signature` is that of the step, None if not known yet.
         """
@@ -196,7 +197,7 @@ class PlanMaker:
                 solve=recorded.solve,
                 progress=self._reporter.solving(step_time_ms(step.graph, step.profile)),
                 decided=step.join(recorded.decided) if recorded.decided else None,
-                host=self.host(recorded),
+                host=self._reserve_host(recorded),
             )
         if isinstance(plan, Short):
             return plan
@@ -237,7 +238,7 @@ class PlanMaker:
             step = self.waiting.at(signature, signature.recorded, Holds.LEAST)
             states = [replace(step, resident=shortage.with_all(seen)) for seen in signature.before.values()]
             of_signature = [self._need(state, shortage.less_bytes) for state in states]
-            of_states = (self.room(state.merge(), state.resident, signature) for state in states)
+            of_states = (self.find_room(state.merge(), state.resident, signature) for state in states)
             room = max(of_states, key=lambda room: room.budget_bytes, default=Room(self._model.options.budget, 0))
             rooms.update((need.peak_bytes, room) for need in of_signature if need.peak_bytes > room.budget_bytes)
             needs += of_signature
@@ -246,7 +247,7 @@ class PlanMaker:
     def _need(self, recorded: RecordedStep, less_bytes: int) -> Need:
         step, resident, options = recorded.merge(), recorded.resident, self._model.options
         limits = SolveOptions(options.time_limit_s)
-        problem = Problem(step.graph, step.profile, 0, limits, self.host(recorded))
+        problem = Problem(step.graph, step.profile, 0, limits, self._reserve_host(recorded))
         decided = step.join(recorded.decided) if recorded.decided else None
         need = least_need(problem, resident.size_bytes, decided, Solutions(options.cache_dir))
         waiting_bytes = resident.waiting_bytes, resident.eager_waiting_bytes
@@ -267,10 +268,10 @@ class PlanMaker:
             plan if (plan.proved, plan.rounded) == (proved, rounded) else plan.changed(proved=proved, rounded=rounded)
         )
 
-    def host(self, recorded: RecordedStep) -> Host:
-        """Return the host memory to which a recorded step may offload values."""
+    def _reserve_host(self, recorded: RecordedStep) -> Host:
+        """Reserve and return the host memory to which a recorded step may offload values."""
         if recorded.keeps_on_device:
             return Host(0)
         captured = [call.captured for call in recorded.calls]
         waits = recorded.waits or bool(recorded.decided)
-        return self._model.offloading.host(recorded.merge(), captured, waits)
+        return self._model.offloading.reserve(recorded.merge(), captured, waits)

@@ -33,7 +33,7 @@ from ..signatures.step_signature import StepSignature
 from ..units import Budget, format_bytes
 from .current_step import CurrentStep
 from .graph_programs import GraphPrograms
-from .messages import PlanReports
+from .messages import Listener, PlanReports
 from .plan_maker import Fits, PlanMaker
 from .planned_model import PlannedModel
 from .waiting import Holds
@@ -46,17 +46,16 @@ class PlannedSignatures:
 
     Attributes:
         maker: Makes the plans.
-        history: The step signatures, with their plans.
-        listeners: Called with each plan when it is made, and again when it has been measured.
         shortage: The state of the search for a budget that is enough, while steps do not fit the present one.
     """
 
-    def __init__(self, model: PlannedModel, maker: PlanMaker, graph_programs: GraphPrograms) -> None:
-        self._model, self._name, self.history = model, model.name, model.history
+    def __init__(
+        self, model: PlannedModel, maker: PlanMaker, graph_programs: GraphPrograms, listeners: list[Listener]
+    ) -> None:
+        self._model, self._name, self._history = model, model.name, model.history
         self.maker, self._memory, self._messages = maker, model.memory, model.messages
         self._graph_programs = graph_programs
-        self._reports = PlanReports(model.reporter, model.messages)
-        self.listeners = self._reports.listeners
+        self._reports = PlanReports(model.reporter, model.messages, listeners)
         self.shortage = Shortage()
 
     def set_budget(self, budget: Budget) -> None:
@@ -68,11 +67,11 @@ class PlannedSignatures:
         """
         with self._undone_on_failure():
             self._model.options = replace(self._model.options, budget=budget)
-            for signature in self.history.recorded:
-                self.history.record(signature, replace(signature.recorded, limits=self.maker.new_limits()))
+            for signature in self._history.recorded:
+                self._history.record(signature, replace(signature.recorded, limits=self.maker.new_limits()))
             self.maker.choose_waiting(may_hold_more=True)
             made = dict[StepSignature, Fits | None]()
-            for signature in self.history.recorded:
+            for signature in self._history.recorded:
                 outcome = self._make(signature)
                 if isinstance(outcome, Short):
                     raise (self.maker.short_of_all(self.shortage) or outcome).error()
@@ -84,18 +83,18 @@ class PlannedSignatures:
     def _undone_on_failure(self) -> Iterator[None]:
         """Put back the budget, all recorded steps, and what waiting graphs hold, if the context fails."""
         options, holds = self._model.options, self.maker.waiting.holds
-        steps = {signature: signature.recorded for signature in self.history.recorded}
+        steps = {signature: signature.recorded for signature in self._history.recorded}
         try:
             yield
         except BaseException:  # Ctrl-C too: budgets change for all step signatures or for none
             self._model.options, self.maker.waiting.holds = options, holds
             for signature, step in steps.items():
-                self.history.record(signature, step)
+                self._history.record(signature, step)
             raise
 
     def to_adapt(self, step: CurrentStep) -> list[StepSignature]:
         """List the signatures whose plans a step needs adapted: all likely ones before which as many graphs waited."""
-        return [signature for signature in self.history.all_likely(step.foreseen) if starts_so(signature, step.start)]
+        return [signature for signature in self._history.all_likely(step.foreseen) if starts_so(signature, step.start)]
 
     def plan_and_adapt(self, finished: CurrentStep | None, resident: Resident, step: CurrentStep) -> None:
         """Plan the step that has ended, and adapt each likely plan to the memory that exists now.
@@ -124,11 +123,11 @@ class PlannedSignatures:
                 "memory, to see what all of them need; then an error names the budget that is enough."
             )
         if finished is not None:
-            signature = self.history.get_or_make(finished.graphs)
+            signature = self._history.get_or_make(finished.graphs)
             if signature.plan is None:
                 self._model.watching.missed(signature)
             else:
-                self.history.store_calls(signature, finished.calls)
+                self._history.store_calls(signature, finished.calls)
 
     def _end_shortage(self) -> None:
         """Plan all step signatures again, or raise if one still does not fit.
@@ -137,7 +136,7 @@ class PlannedSignatures:
             InfeasibleBudgetError: If nothing fits the budget.
         """
         self.shortage.is_held = False
-        planned = (self._plan_somehow(signature) for signature in self.history.recorded)
+        planned = (self._plan_somehow(signature) for signature in self._history.recorded)
         short = self.maker.short_of_all(self.shortage) or first_short(planned)
         if short is None:
             return
@@ -153,14 +152,14 @@ class PlannedSignatures:
         short = self._plan(signature)
         if short is None or not signature.recorded.margin_bytes:
             return short
-        self.history.record(signature, replace(signature.recorded, margin_bytes=0))
+        self._history.record(signature, replace(signature.recorded, margin_bytes=0))
         return self._plan(signature)
 
     def adapt_plans(self, signatures: Sequence[StepSignature], resident: Resident) -> None:
         """Adapt the plans of signatures to the memory that exists; if one does not fit, train on for a while."""
-        varying = [one for one in self.history.recorded if one.backwards_vary and not one.recorded.decided]
+        varying = [one for one in self._history.recorded if one.backwards_vary and not one.recorded.decided]
         for signature in varying:  # from now on calls of such a step run by the programs of waiting graphs
-            self.history.record(signature, self.maker.waiting.at(signature, signature.recorded))
+            self._history.record(signature, self.maker.waiting.at(signature, signature.recorded))
         has_more_state = resident.state_bytes > self.maker.state_bytes  # before each piece of an iteration from now on
         self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
         short = self._plan(*varying) if varying or has_more_state else None
@@ -192,14 +191,14 @@ class PlannedSignatures:
             return
         dropped_less = step is not None and step.is_provisional and not record.has_dropped_by_plan
         if step is not None and (dropped_less or set(step.places) < set(backwards)):
-            self.history.drop(signature)
+            self._history.drop(signature)
 
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Count two sets of gradients in plans from now on, since gradients of a part were not added in place."""
-        for signature in self.history.recorded:
+        for signature in self._history.recorded:
             returning = signature.recorded.returning(part, positions)
             if returning is not signature.recorded:
-                self.history.record(signature, returning)
+                self._history.record(signature, returning)
                 self._messages.warn(
                     "Gradients can't be accumulated in place any more: a hook sees them, another term of the loss has "
                     "some too, they are kept in a narrower type than they are computed in, or autograd.grad asks for "
@@ -226,11 +225,11 @@ class PlannedSignatures:
         Returns:
             What the step needs, if nothing fits the budget.
         """
-        signature, residents = self.history.get_or_make(record.graphs), [resident]
+        signature, residents = self._history.get_or_make(record.graphs), [resident]
         if before is not None:
             residents = sorted((before, resident), key=lambda seen: seen.size_bytes)
             resident = before if before.waiting or resident.waiting else resident
-        self.history.record(signature, self.maker.waiting.at(signature, self.maker.recorded_step(record, resident)))
+        self._history.record(signature, self.maker.waiting.at(signature, self.maker.recorded_step(record, resident)))
         for seen in residents:
             self._note_before(signature, seen)
         ahead = self._foresee_largest(signature, resident)
@@ -243,10 +242,10 @@ class PlannedSignatures:
         is_first = short is not None and is_share and signature.sights.count == 1
         if is_first and len(signature.recorded.calls) < len(signature.graphs):  # some layers were dropped by chance
             log.info("%s waits for larger steps: %s", self._name, short)
-            self.history.drop(signature)
+            self._history.drop(signature)
             return None
         if is_share:  # all step signatures share one budget, which may have grown
-            other_signatures = [other for other in self.history.planned if other not in (*ahead, signature)]
+            other_signatures = [other for other in self._history.planned if other not in (*ahead, signature)]
             short = short or first_short(self.adapt_plan(other, other.recorded.resident) for other in other_signatures)
         if short is None:
             self.warn_of_first_step(signature, record.peak_bytes or 0)
@@ -258,11 +257,11 @@ class PlannedSignatures:
         if foreseen is None:
             return []
         graphs, step, becomes = foreseen
-        larger = self.history.get_or_make(graphs)
+        larger = self._history.get_or_make(graphs)
         signature.largest = larger, becomes
         if larger.step is not None:
             return []
-        self.history.record(larger, self.maker.anew(step))
+        self._history.record(larger, self.maker.anew(step))
         larger.sights.waited, larger.is_ahead = signature.sights.waited, True
         self._note_before(larger, step.resident)
         return [larger]
@@ -275,7 +274,7 @@ class PlannedSignatures:
     def warn_of_first_step(self, signature: StepSignature, peak_bytes: int) -> None:
         """Warn if the first step of a further signature, which had no plan yet, took more than its budget."""
         plan = signature.plan
-        if plan is None or len(self.history.planned) < 2:
+        if plan is None or len(self._history.planned) < 2:
             return  # it could not be planned, or is the only one
         excess_bytes = peak_bytes - max(plan.budget_bytes, plan.planned_peak_bytes)
         if excess_bytes > GUARD_BYTES:
@@ -304,7 +303,7 @@ class PlannedSignatures:
     def _make(self, signature: StepSignature) -> Fits | Short | None:
         """Make the plan of a recorded step within its present budget, which is stored even if nothing fits."""
         step = signature.recorded
-        self.history.record(signature, replace(step, limits=self.maker.limits(signature, step)))
+        self._history.record(signature, replace(step, limits=self.maker.limits(signature, step)))
         return self.maker.make(signature)
 
     def _install(self, made: Mapping[StepSignature, Fits | None]) -> None:
@@ -313,7 +312,7 @@ class PlannedSignatures:
         for signature, fits in made.items():
             if fits is None:
                 signature.sights.has_no_programs = True
-                self.history.drop(signature)
+                self._history.drop(signature)
                 continue
             step, plan = signature.recorded, fits.plan
             plans[signature] = plan
@@ -322,8 +321,8 @@ class PlannedSignatures:
                 limits = limits.with_least(step.resident, plan.planned_peak_bytes)
             recomputed = {plan.graph.nodes[node].op for node in plan.schedule.recomputed(plan.graph)}
             signature.is_searching |= may_choose_anew(recomputed, self._memory.device)
-            self.history.record(signature, replace(step, limits=limits))
-            self.history.install(signature, plan, fits.programs)
+            self._history.record(signature, replace(step, limits=limits))
+            self._history.install(signature, plan, fits.programs)
             self._model.watching.planned(signature)
             self._graph_programs.forget_plans()
         for signature, plan in plans.items():
@@ -334,7 +333,7 @@ class PlannedSignatures:
     def update(self, signature: StepSignature, **measured: Any) -> None:
         """Store measured values in the plan of a step signature, and report them."""
         plan = self.maker.with_proofs(signature.own_plan).with_measured(**measured)
-        self.history.install(signature, plan, signature.programs)
+        self._history.install(signature, plan, signature.programs)
         if plan.measured.step_ms is not None:
             self._reports.measured(signature, plan)
         self._reports.notify(plan)
@@ -358,17 +357,17 @@ class PlannedSignatures:
             return None
         is_least = plan.exceeds_budget
         step, adapted = self.maker.adapted(signature, resident_now)
-        self.history.record(signature, step)
+        self._history.record(signature, step)
         limits, peak_bytes = step.limits, adapted.planned_peak_bytes + step.margin_bytes
         if not limits.stays(resident_now, peak_bytes, is_least):
             log.info("%s is planned anew: resident bytes are now %s", self._name, format_bytes(resident_now.size_bytes))
             return self._plan(signature)
-        self.history.install(signature, adapted, signature.programs)
+        self._history.install(signature, adapted, signature.programs)
         self._reports.kept(signature, adapted)
         if limits.have_risen(resident_now, peak_bytes) and not plan.solution.keeps_all:
             log.info("%s is planned anew: the budget is now %s", self._name, format_bytes(limits.budget_bytes))
             tried_once = replace(signature.recorded, limits=limits.with_plan(peak_bytes))
-            self.history.record(signature, tried_once)
+            self._history.record(signature, tried_once)
             self._plan(signature)  # if nothing fits, the plan stays
         return None
 
@@ -385,7 +384,7 @@ class PlannedSignatures:
             return
         solution, step = signature.own_plan.solution, signature.recorded
         if self.adapt_plan(signature, resident) is not None:  # this step has run: the next one raises
-            self.history.record(signature, step)
+            self._history.record(signature, step)
             return
         if signature.plan is None or signature.plan.solution is not solution:
             return  # the signature was planned again or dropped: this step ran by the plan before
@@ -425,17 +424,17 @@ class PlannedSignatures:
         if plan.solution.offloads:  # the allocator rounds up less without offloads
             tries.append(replace(corrected, margin_bytes=0, keeps_on_device=True))
         for tried_step in tries:
-            self.history.record(signature, self.maker.waiting.at(signature, tried_step))
+            self._history.record(signature, self.maker.waiting.at(signature, tried_step))
             if self._plan(signature) is None:
                 log.info("%s: planned again, with less", text)
                 return
         corrected = self.maker.waiting.at(signature, corrected)  # waiting graphs may hold less since the tries
-        self.history.record(signature, corrected)
+        self._history.record(signature, corrected)
         self._messages.warn_over(f"{text}, and no plan leaves that margin: the plan stays.")
 
     def piece_measured(self, peak_bytes: int) -> None:
         """Warn if a step that ran only backwards of earlier forwards, without a plan, took more than the budget."""
-        plans = [signature.own_plan for signature in self.history.planned]
+        plans = [signature.own_plan for signature in self._history.planned]
         budget_bytes = max((plan.budget_bytes for plan in plans), default=peak_bytes)  # the largest, if it is a share
         said_bytes = max((plan.planned_peak_bytes for plan in plans), default=0)  # exceeds the budget if nothing fits
         if peak_bytes > max(budget_bytes, said_bytes):
@@ -454,7 +453,7 @@ class PlannedSignatures:
             return
         if signature.plan is None and graphs[0] in graphs[1:]:
             return  # it began again, for example after a forward without a backward
-        self.history.confuse(expected)
+        self._history.confuse(expected)
         plans = (expected.plan, signature.plan)
         plan = max((p for p in plans if p is not None), key=lambda plan: plan.unplanned_peak_bytes)
         if not (plan.solution.keeps_all or step.is_by_plans):

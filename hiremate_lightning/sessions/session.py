@@ -43,7 +43,7 @@ from .eager_steps import EagerSteps
 from .first_wait import modules_without_parts
 from .graph_programs import GraphPrograms
 from .largest import Arguments, VaryingSizes
-from .messages import transforms_in
+from .messages import Listener, transforms_in
 from .modes import GivenBack
 from .new_sizes import NewSizes
 from .plan_maker import PlanMaker
@@ -75,16 +75,15 @@ class Session:
         self._varying = VaryingSizes(lambda: (tuple(weight.shape) for weight in root.parameters()))
         maker = PlanMaker(model)
         graph_programs = GraphPrograms(model, maker)
-        self.planned = PlannedSignatures(model, maker, graph_programs)
-        self.listeners = self.planned.listeners
+        self.listeners: list[Listener] = [self._report_replaced]
+        self.planned = PlannedSignatures(model, maker, graph_programs, self.listeners)
         self._new_sizes = NewSizes(model)
         eager_steps = EagerSteps(model, self._new_sizes)
         self.steps = Steps(model, self.planned, eager_steps, graph_programs)
         self._without_gradients = CallsWithoutGradients(model)
         self._checkpointing = ReplacedCheckpointing(root)
         self._compiled = ExitStack()  # restores on closing the code that ran by torch.compile before
-        self.listeners.append(self._report_replaced)
-        self._prover = Prover(model, self.steps.program_of, self.steps.free_bytes)
+        self._prover = Prover(model, self.steps.choose_program, self.steps.free_bytes)
 
     # ---------------------------------------------------------------- the interface
 

@@ -8,7 +8,6 @@ from ..measuring.profiling import TimedRun
 from ..measuring.recording import StepRecord
 from ..measuring.resident_memory import LITTERED_STEPS
 from ..memory.metering import Between, DevicePeak, MemoryMeter
-from ..planning.headroom import guard_bytes
 from ..signatures.step_signature import StepSignature
 from ..signatures.watching import BeginningStep, Look
 from ..torch_private import backward_pass
@@ -71,19 +70,12 @@ class StepWatch:
 
     def ended(self, step: CurrentStep, signature: StepSignature) -> None:
         """Store in its signature whether a captured step took more outside of its plan than measured steps."""
-        allocated_bytes, peak_bytes, watched = self._between.take(), self._device_peak.take(), signature.watched
+        allocated_bytes, peak_bytes = self._between.take(), self._device_peak.take()
         if step.record is not None:
             if step.record.is_measured and step.record.is_whole:
-                watched.allocated_bytes = max(watched.allocated_bytes or 0, step.record.allocated_bytes)
-            return
-        if signature.plan is None or signature is not step.expected or watched.allocated_bytes is None:
-            return
-        guard = guard_bytes(signature.plan.budget_bytes)
-        if allocated_bytes is not None and allocated_bytes > watched.allocated_bytes + guard:
-            watched.allocated_bytes, watched.has_grown = allocated_bytes, True
-        watched.has_grown = watched.has_grown or peak_bytes > max(
-            signature.plan.budget_bytes, signature.plan.measured.peak_bytes or 0
-        )
+                signature.watched.add_measured(step.record.allocated_bytes)
+        elif signature is step.expected and signature.plan is not None:
+            signature.watched.add_unmeasured(signature.plan, allocated_bytes, peak_bytes)
 
     def _begin_record(self, step: CurrentStep, arguments: list[torch.Tensor]) -> StepRecord:
         """Begin to measure a step."""

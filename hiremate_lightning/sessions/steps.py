@@ -179,21 +179,24 @@ class Steps(Conductor):
 
     def _first_forward(self, step: CurrentStep, part: Part, arguments: Sequence[Any]) -> None:
         """Choose the signature by whose plan a step begins; adapt its plan to memory if that was not done."""
-        self._parts.costs_of(part)
+        self._parts.measure_once(part)
         signature, _ = self._history.choose((part.number,), step.expected, step.start, lambda signature: True)
         step.expected = signature or step.expected
         if signature is not None and not self._planned.is_adapted(signature):
             resident = step.resident or self._memory.count_before_step(tensors_among(arguments))
             self._planned.adapt_plans([signature], resident)
 
-    def program_of(self, part: Part) -> Program:
-        """Choose the program by which a part is about to run, for its proof; `start` finds the same one again."""
+    def choose_program(self, part: Part) -> Program:
+        """Choose the program by which a part is about to run, for its proof.
+
+        `start` chooses again, and may find another one if the part is the first of its step.
+        """
         return self._graph_programs.decide(self.current or CurrentStep(), part).program
 
     def free_bytes(self, step: Step, device: torch.device) -> int:
         """Return the bytes that the budget of a captured step, and the device, leave beside the live memory."""
         resident = self.resident()
-        room, plan = self._planned.maker.room(step, resident), self._history.latest_plan
+        room, plan = self._planned.maker.find_room(step, resident), self._history.latest_plan
         budget_bytes = max(room.budget_bytes, 0 if plan is None else plan.budget_bytes)
         live_bytes = resident.size_bytes + (0 if self.current is None else self.current.live_bytes)
         if device.type == "cuda":
@@ -314,8 +317,7 @@ class Steps(Conductor):
         self.ended, signature = step, self._history.get_or_make(step.graphs)
         record = step.record
         is_own = step.ran_by(self._history.taken_for(signature))
-        self._history.ended(signature, step.start, step.is_by_plans)
-        signature.sights.fits_nothing |= step.taken_over.fits_nothing
+        self._history.ended(signature, step.start, step.is_by_plans, step.taken_over.fits_nothing)
         self._eager_steps.learn_from_taken_over(step, signature)
         if not is_own:
             self._planned.compare_with_expected(step, signature)

@@ -145,7 +145,7 @@ class WaitingGraphs:
         graphs = self._graphs.setdefault(part, {})
         waiting = graphs.get(holds)
         if waiting is None or waiting.captured.graph is not part.captured.graph:
-            profile, captured = self._parts.costs_of(part), part.captured
+            profile, captured = self._parts.measure_once(part), part.captured
             decisions = keep_all(captured.graph)
             if holds is Holds.LEAST:  # as a step of its own
                 step = alone(captured.graph, profile, captured.device)

@@ -134,14 +134,15 @@ class History:
         if self.latest is signature:
             self.latest = None
 
-    def ended(self, signature: StepSignature, start: Start, is_by_plans: bool) -> None:
-        """Count a captured step of a signature, with its start, and whether all of it ran by plans."""
+    def ended(self, signature: StepSignature, start: Start, is_by_plans: bool, fits_nothing: bool) -> None:
+        """Count a captured step of a signature, with its start and two of the facts that `Sights` has."""
         self.note(signature, start)
         if signature.plan is not None:
             self.latest = signature
         sights = signature.sights
         sights.count, sights.waited = sights.count + 1, sights.waited | {start[1]}
         sights.is_by_plans = sights.is_by_plans or is_by_plans
+        sights.fits_nothing = sights.fits_nothing or fits_nothing
 
     def note(self, signature: StepSignature, start: Start) -> None:
         """Store in which order signatures come, after a step that has ended."""

@@ -16,6 +16,7 @@ from .. import thresholds
 from ..calls.module_call import ModuleCall
 from ..capturing.code_at_sizes import SizesOfCalls
 from ..measuring.resident import GradientState, Resident
+from ..planning.headroom import guard_bytes
 from ..planning.ladder import Ladder
 from ..planning.plan import Plan
 from ..running.program import Program
@@ -48,6 +49,18 @@ class Watched:
     has_grown: bool = False  # whether a step took more outside of its plan than measured steps
     # Most bytes allocated between the last forward and the backward of a step; None before a step was measured.
     allocated_bytes: int | None = None
+
+    def add_measured(self, allocated_bytes: int) -> None:
+        """Store how many bytes a measured step allocated before its backward."""
+        self.allocated_bytes = max(self.allocated_bytes or 0, allocated_bytes)
+
+    def add_unmeasured(self, plan: Plan, allocated_bytes: int | None, peak_bytes: int) -> None:
+        """Store whether a step by a plan took more than measured steps; None if its allocations were not counted."""
+        if self.allocated_bytes is None:
+            return
+        if allocated_bytes is not None and allocated_bytes > self.allocated_bytes + guard_bytes(plan.budget_bytes):
+            self.allocated_bytes, self.has_grown = allocated_bytes, True
+        self.has_grown = self.has_grown or peak_bytes > max(plan.budget_bytes, plan.measured.peak_bytes or 0)
 
 
 @dataclass
@@ -161,3 +174,7 @@ class StepSignature:
         if peak_bytes is not None or self.eager_tries == EAGER_TRIES:
             most_bytes = thresholds.current.released_peak * plan_bytes
             self.is_given_back = peak_bytes is not None and peak_bytes <= most_bytes
+
+    def keep_plan(self) -> None:
+        """Run its steps by the plan from now on, since an eager step exceeded the budget."""
+        self.is_given_back = False

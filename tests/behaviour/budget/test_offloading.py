@@ -187,7 +187,7 @@ def test_what_no_margin_helps_is_planned_with_all_on_the_device(link):
     life = targets_of(module).session
     ((kind, plan),) = life.plans.items()
     assert plan.solution.offloads
-    kind = life.planned.history.get_or_make(kind)
+    kind = life.model.history.get_or_make(kind)
     resident = kind.recorded.resident
     life.planned.peak_measured(kind, 2 * plan.budget_bytes, resident)
     stays = get_plan(module)

@@ -306,7 +306,7 @@ def test_an_out_of_memory_error_says_what_was_planned(steps_before, monkeypatch)
 
     if steps_before:
         session = session_of(model)
-        for signature in session.planned.history.planned:
+        for signature in session.model.history.planned:
             signature.programs = {place: replace(p, backward=run_out(p)) for place, p in signature.programs.items()}
     else:
         monkeypatch.setattr(TimedRun, "_run", lambda *arguments, **options: run_out(None)(arguments))

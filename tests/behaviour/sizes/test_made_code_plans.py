@@ -31,7 +31,7 @@ def take_steps(training: Training, count: int, length: int) -> list[Log]:
 
 def rungs_of(planned: Training) -> int:
     """Return how many decisions were solved for all sizes."""
-    return sum(len(kind.ladder.rungs) for kind in session_of(planned.model).planned.history)
+    return sum(len(kind.ladder.rungs) for kind in session_of(planned.model).model.history)
 
 
 @pytest.mark.filterwarnings("error")

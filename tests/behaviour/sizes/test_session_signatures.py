@@ -137,8 +137,8 @@ def test_a_first_step_above_its_budget_is_announced_once():
     with recorded() as said:
         for index in range(3):
             step(model, index)
-        planned_signatures = targets_of(model).session.planned
-        history = planned_signatures.history
+        session = targets_of(model).session
+        planned_signatures, history = session.planned, session.model.history
         (signature,) = history.planned
         planned_signatures.warn_of_first_step(signature, signature.plan.budget_bytes + 2**20)
         other = history.get_or_make((*signature.graphs, 1))
@@ -209,7 +209,7 @@ def test_a_peak_is_compared_with_what_existed_before_its_step(budget):
         for index in range(12):
             step(model, index, ROWS - 8 if index % 4 == 3 else ROWS)  # the last batch of each epoch is smaller
     assert not said
-    assert all(signature.recorded.margin_bytes == 0 for signature in session_of(model).planned.history.recorded)
+    assert all(signature.recorded.margin_bytes == 0 for signature in session_of(model).model.history.recorded)
 
 
 @network(
@@ -315,7 +315,7 @@ def test_equal_layers_make_one_signature_of_step_whichever_run():
     """What counts is how many of them run, not which were captured before all others."""
     rows = [ROWS] * 16
     model, _, _ = train_chosen(True, rows, left_out=0.4)
-    sequences = {signature.graphs for signature in session_of(model).planned.history}
+    sequences = {signature.graphs for signature in session_of(model).model.history}
     assert len({len(graphs) for graphs in sequences}) == len(sequences)
 
 

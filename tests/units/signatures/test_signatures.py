@@ -19,7 +19,7 @@ STEP = SimpleNamespace(waits=False)
 
 
 def run(history, graphs):
-    history.ended(history.get_or_make(graphs), (0, 0), is_by_plans=False)
+    history.ended(history.get_or_make(graphs), (0, 0), is_by_plans=False, fits_nothing=False)
 
 
 def plan(history, graphs):
