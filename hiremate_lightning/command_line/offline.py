@@ -198,8 +198,7 @@ class OfflineStep(Conductor):
         return _call_module
 
     def _take_in(self, captured: Captured) -> Part:
-        part = Part(captured, self)
-        part.number = len(self.parts)
+        part = Part(captured, self, len(self.parts))
         self.parts.append(part)
         self._programs[part] = build(captured, lower(captured.graph, keep_all(captured.graph)))
         return part

@@ -83,10 +83,12 @@ class Part:
     backward that outlives both still runs.
     """
 
-    def __init__(self, captured: Captured, conductor: Conductor) -> None:
+    def __init__(
+        self, captured: Captured, conductor: Conductor, number: int = 0, profile: Profile | None = None
+    ) -> None:
         self.captured = captured
-        self.number = 0  # its number in the order of capture
-        self.profile: Profile | None = None  # costs of its operations; set before it first runs in a step
+        self.number = number  # its number in the order of capture
+        self.profile = profile  # costs of its operations; set before it first runs in a step
         self.own: tuple[int, ...] = ()  # positions of outputs to return unviewed: the graph may return views there
         self.trial: Program | None = None  # a program that a proof runs without the conductor; None in a step
         # Each set of missing tangents with which a backward has run: in a step, and of a trial program.

@@ -72,8 +72,7 @@ class Parts:
 
     def add(self, captured: Captured, conductor: Conductor, profile: Profile | None = None) -> Part:
         """Make a part of a captured graph; without a profile its costs are measured as it first runs."""
-        part = Part(captured, conductor)
-        part.number, part.profile = self.count, profile
+        part = Part(captured, conductor, self.count, profile)
         self._parts[self.count] = part
         self.count += 1
         self.traced_count += profile is None
