@@ -38,7 +38,7 @@ from .plan_maker import Fits, PlanMaker
 from .planned_model import PlannedModel
 from .waiting import Holds
 
-CORRECTIONS = 3  # correct a plan so often after peaks above the budget; code outside may vary, so that none is enough
+CORRECTIONS = 3  # correct a plan at most so often after peaks above the budget: uncaptured code may vary at each step
 
 
 class PlannedSignatures:
@@ -210,7 +210,7 @@ class PlannedSignatures:
     def admit(self, signature: StepSignature) -> bool:
         """Decide whether a signature without a plan gets one; warn if there are `max_plans` already."""
         parts = self._model.parts.numbered(signature.graphs)
-        if not signature.sights.is_worth_a_plan(any(part.captured.made_from is not None for part in parts)):
+        if not signature.past.is_worth_a_plan(any(part.captured.made_from is not None for part in parts)):
             return False
         return not self._model.warn_if_full()
 
@@ -239,7 +239,7 @@ class PlannedSignatures:
         self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
         is_share = self._model.options.budget.share is not None  # a share of the largest step, which may be this one
         short = self._plan(*ahead, signature, may_hold_more=is_share)
-        is_first = short is not None and is_share and signature.sights.count == 1
+        is_first = short is not None and is_share and signature.past.count == 1
         if is_first and len(signature.recorded.calls) < len(signature.graphs):  # some layers were dropped by chance
             log.info("%s waits for larger steps: %s", self._name, short)
             self._history.drop(signature)
@@ -262,7 +262,7 @@ class PlannedSignatures:
         if larger.step is not None:
             return []
         self._history.record(larger, self.maker.anew(step))
-        larger.sights.waited, larger.is_ahead = signature.sights.waited, True
+        larger.past.waited, larger.is_ahead = signature.past.waited, True
         self._note_before(larger, step.resident)
         return [larger]
 
@@ -311,7 +311,7 @@ class PlannedSignatures:
         plans = dict[StepSignature, Plan]()
         for signature, fits in made.items():
             if fits is None:
-                signature.sights.has_no_programs = True
+                signature.past.has_no_programs = True
                 self._history.drop(signature)
                 continue
             step, plan = signature.recorded, fits.plan

@@ -32,7 +32,7 @@ from ..running.accumulation import Leaves
 from ..running.execution import Conductor, Part
 from ..running.program import Program
 from ..signatures.step_signature import StepSignature
-from ..signatures.watching import Saw
+from ..signatures.watching import Shown
 from ..torch_private import backward_pass
 from ..torch_private.tensor_state import tensors_among
 from .current_step import CurrentStep
@@ -325,15 +325,15 @@ class Steps(Conductor):
         if record is not None:
             record.close(at_once=False)
         self._graph_programs.learn_sizes(step)
-        saw = self._learn_from(step, signature, is_own)
+        shown = self._learn_from(step, signature, is_own)
         if step.look is not None:
-            self._watching.step_ended(step.look, signature, saw)
+            self._watching.step_ended(step.look, signature, shown)
         is_missed = signature.plan is None and (record is None or not record.is_whole)
         self.watch.ended(step, signature)
         if is_missed and self._planned.admit(signature):
             self._watching.missed(signature)
 
-    def _learn_from(self, step: CurrentStep, signature: StepSignature, is_own: bool) -> Saw:
+    def _learn_from(self, step: CurrentStep, signature: StepSignature, is_own: bool) -> Shown:
         """Keep the record of a step to plan its signature, or store its peak or time in the plan of the signature.
 
         The latter if `is_own`: each graph followed the plan of its signature, or of one that it may be taken for.
@@ -343,9 +343,9 @@ class Steps(Conductor):
             is_measured = is_own and signature.plan is not None and signature.plan.measured.peak_bytes is not None
             if step.timed is not None and is_measured:
                 self._planned.update(signature, step_ms=step.timed.total_ms, recompute_ms=step.timed.recompute_ms)
-            return Saw.NOTHING
+            return Shown.NOTHING
         if not record.is_whole:
-            return Saw.NOTHING
+            return Shown.NOTHING
         self._planned.see_backwards(signature, record)
         if signature.plan is None:
             if record.backwards:
@@ -356,10 +356,10 @@ class Steps(Conductor):
                 self._watching.found(signature)
             elif step.has_backward and not step.has_captured and record.peak_bytes is not None:
                 self._planned.piece_measured(record.peak_bytes)
-            return Saw.NOTHING
+            return Shown.NOTHING
         if not is_own or step.resident is None or not record.is_measured:
-            return Saw.NOTHING
+            return Shown.NOTHING
         if record.peak_bytes is None:
-            return Saw.NO_FREES
+            return Shown.NO_FREES
         self._planned.peak_measured(signature, record.peak_bytes, self._memory.as_seen(step.resident), record)
-        return Saw.PEAK
+        return Shown.PEAK

@@ -135,14 +135,14 @@ class History:
             self.latest = None
 
     def ended(self, signature: StepSignature, start: Start, is_by_plans: bool, fits_nothing: bool) -> None:
-        """Count a captured step of a signature, with its start and two of the facts that `Sights` has."""
+        """Count a captured step of a signature, with its start and the facts that `PastSteps` describes."""
         self.note(signature, start)
         if signature.plan is not None:
             self.latest = signature
-        sights = signature.sights
-        sights.count, sights.waited = sights.count + 1, sights.waited | {start[1]}
-        sights.is_by_plans = sights.is_by_plans or is_by_plans
-        sights.fits_nothing = sights.fits_nothing or fits_nothing
+        past = signature.past
+        past.count, past.waited = past.count + 1, past.waited | {start[1]}
+        past.is_by_plans = past.is_by_plans or is_by_plans
+        past.fits_nothing = past.fits_nothing or fits_nothing
 
     def note(self, signature: StepSignature, start: Start) -> None:
         """Store in which order signatures come, after a step that has ended."""
@@ -184,7 +184,7 @@ class History:
         if expected is None:
             return False
         signature = next(iter(foreseen), expected)
-        is_like = signature.graphs[:1] == expected.graphs[:1] and not signature.sights.is_by_plans
+        is_like = signature.graphs[:1] == expected.graphs[:1] and not signature.past.is_by_plans
         return signature.plan is None and is_like and place_in(expected, signature.graphs) is None
 
     def choose(
@@ -240,7 +240,7 @@ class History:
 
 def starts_so(signature: StepSignature, start: Start) -> bool:
     """Whether as many graphs wait at this start as before some step of the signature."""
-    return start[1] in signature.sights.waited
+    return start[1] in signature.past.waited
 
 
 def place_in(signature: StepSignature, ran: GraphNumbers) -> int | None:

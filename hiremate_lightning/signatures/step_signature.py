@@ -64,7 +64,7 @@ class Watched:
 
 
 @dataclass
-class Sights:
+class PastSteps:
     """How often and how steps of one signature ran."""
 
     count: int = 0  # number of captured steps
@@ -110,7 +110,7 @@ class StepSignature:
     is_ahead: bool = False  # whether it is planned before its first step, at the largest sizes
     is_searching: bool = False  # whether its next step is the first in which cuDNN tries algorithms
     backwards_vary: bool = False  # whether its steps differ in the backwards that they run
-    sights: Sights = field(default_factory=Sights)  # how often and how its steps ran
+    past: PastSteps = field(default_factory=PastSteps)  # how often and how its steps ran
     watched: Watched = field(default_factory=Watched)  # which of its steps were watched
     # For a plan that saves no memory under a budget that nothing fits: whether an eager step took no more, None before
     # one showed its peak. For a plan that recomputes nothing: False once an eager step exceeded the budget, else None.

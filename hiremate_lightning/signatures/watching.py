@@ -19,7 +19,7 @@ OFTEN = 2  # measure a higher prediction again after so many steps: gradients ma
 IN_A_ROW = 8  # most consecutive steps to measure until one of the signature shows what it frees
 
 
-class Saw(Enum):
+class Shown(Enum):
     """What the measurement of a step has shown."""
 
     NOTHING = "nothing of use for its plan"
@@ -107,17 +107,17 @@ class WatchPolicy:
         is_timed = reason is Reason.TIME or (is_measured and likely is None and step.is_on_host)
         return Look(reason, is_measured, is_timed)
 
-    def step_ended(self, look: Look, signature: StepSignature, saw: Saw = Saw.NOTHING) -> None:
+    def step_ended(self, look: Look, signature: StepSignature, shown: Shown = Shown.NOTHING) -> None:
         """Count a step that has ended, with what its measurement has shown; not called for a step that failed."""
         self._count += 1
         signature.watched.steps += 1
-        if saw is Saw.PEAK:
+        if shown is Shown.PEAK:
             signature.watched.has_grown = False
         self._left_in_a_row -= 1
-        if self._unseen is None and saw is Saw.NO_FREES:
+        if self._unseen is None and shown is Shown.NO_FREES:
             self._unseen, self._left_in_a_row = (signature, look.reason), IN_A_ROW
         elif self._unseen is not None and (
-            not self._left_in_a_row or (saw is Saw.PEAK and signature is self._unseen[0])
+            not self._left_in_a_row or (shown is Shown.PEAK and signature is self._unseen[0])
         ):
             self._unseen = None
 

@@ -64,8 +64,8 @@ def test_only_the_latest_unrecorded_signatures_are_kept():
         run(history, (number,))
     assert len(list(history)) == SEEN + 2
     assert [signature.graphs for signature in history.planned] == [CRITIC, GENERATOR]
-    assert history.get_or_make((SEEN + 9,)).sights.count == 1
-    assert history.get_or_make((3,)).sights.count == 0
+    assert history.get_or_make((SEEN + 9,)).past.count == 1
+    assert history.get_or_make((3,)).past.count == 0
 
 
 def test_a_dropped_signature_has_no_plan_and_keeps_its_counts():
@@ -73,7 +73,7 @@ def test_a_dropped_signature_has_no_plan_and_keeps_its_counts():
     history.drop(history.get_or_make(CRITIC))
     assert [signature.graphs for signature in history.planned] == [GENERATOR]
     assert history.latest is None
-    assert history.get_or_make(CRITIC).sights.count == 2
+    assert history.get_or_make(CRITIC).past.count == 2
 
 
 def test_a_cycle_of_signatures_is_foreseen_after_two_rounds():

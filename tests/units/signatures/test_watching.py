@@ -17,7 +17,7 @@ from hiremate_lightning.signatures.watching import (
     BeginningStep,
     Look,
     LookSchedule,
-    Saw,
+    Shown,
     WatchPolicy,
 )
 
@@ -72,7 +72,7 @@ class Training:
         likely = planned(likely, has_peak, has_time, self._may_grow)
         return self.policy.choose_look(BeginningStep(likely, first, size_bytes))
 
-    def _learn(self, signature: tuple[int, ...], look: Look) -> Saw:
+    def _learn(self, signature: tuple[int, ...], look: Look) -> Shown:
         sees_frees = self._sees_frees or self._was_measured
         self._was_measured = look.is_measured
         has_peak, has_time = self.planned.get(signature, (False, False))
@@ -81,17 +81,17 @@ class Training:
                 self.policy.missed(self.history.get_or_make(signature))
             elif look.is_timed and has_peak:
                 self.planned[signature] = True, True
-            return Saw.NOTHING
+            return Shown.NOTHING
         if signature not in self.planned:
             self.planned[signature] = False, False
             self.policy.found(self.history.get_or_make(signature))
             self.policy.planned(self.history.get_or_make(signature))
-            return Saw.NOTHING
+            return Shown.NOTHING
         if not sees_frees:
-            return Saw.NO_FREES
+            return Shown.NO_FREES
         self.planned[signature] = True, has_time
         self.peaks += 1
-        return Saw.PEAK
+        return Shown.PEAK
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_what_failed_is_not_counted():
 def test_a_state_of_a_higher_peak_is_measured_at_its_third_step():
     policy, signature = WatchPolicy(), History().get_or_make(SIGNATURE)
     look = policy.choose_look(BeginningStep(planned(signature, has_peak=False), signature, SIZE))
-    policy.step_ended(look, signature, Saw.PEAK)
+    policy.step_ended(look, signature, Shown.PEAK)
     found = []
     for _ in range(3):
         look = policy.choose_look(BeginningStep(planned(signature, is_higher=True), signature, SIZE))
