@@ -22,7 +22,7 @@ class Limits:
     budgets: Mapping[GradientState, int] = field(default_factory=dict)  # the budget in each state that was seen
     of_others: int = 0  # the largest budget of the other step signatures, in bytes; 0 unless the budget is a share
     # Resident bytes and the least peak found, in bytes, for each state in which nothing fits.
-    least: Mapping[GradientState, tuple[int, int]] = field(default_factory=dict)
+    least_peaks: Mapping[GradientState, tuple[int, int]] = field(default_factory=dict)
     state_bytes: int = 0  # bytes of optimizer state before the latest step
     # The budget for which the latest plan was made, and the peak of the plan, in bytes without optimizer state.
     of_plan: tuple[int, int] = (0, 0)
@@ -57,21 +57,21 @@ class Limits:
 
     def with_least(self, resident: Resident, least_bytes: int) -> Limits:
         """Return the limits with the least peak that was found in a state in which nothing fits."""
-        return replace(self, least={**self.least, resident.gradients: (resident.size_bytes, least_bytes)})
+        return replace(self, least_peaks={**self.least_peaks, resident.gradients: (resident.size_bytes, least_bytes)})
 
     def without_least(self) -> Limits:
         """Return the limits without least peaks: the step has changed, so that a plan may fit."""
-        return replace(self, least={})
+        return replace(self, least_peaks={})
 
     def stays(self, resident: Resident, peak_bytes: int, is_least: bool) -> bool:
         """Whether a plan may stay: it fits, or no other plan would, or it takes no more than the least of some state.
 
         `is_least` says that the plan was made in a state in which nothing fits.
         """
-        least = [least_bytes for _, least_bytes in self.least.values()] if is_least else []
+        least = [least_bytes for _, least_bytes in self.least_peaks.values()] if is_least else []
         if peak_bytes <= max((self.budget_bytes, *least)):
             return True
-        size_bytes, _ = self.least.get(resident.gradients, (resident.size_bytes + 1, 0))
+        size_bytes, _ = self.least_peaks.get(resident.gradients, (resident.size_bytes + 1, 0))
         return size_bytes <= resident.size_bytes
 
     def have_risen(self, resident: Resident, peak_bytes: int) -> bool:
