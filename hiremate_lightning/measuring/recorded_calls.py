@@ -175,13 +175,10 @@ class _RecordedCalls:
             return Gap()
         freed_bytes = bytes_of(previous.graph, previous.passed_on) + previous.accumulated_bytes
         freed_bytes += sum(previous.tangent_bytes[position] for position in previous.outlasting)
-        freed_bytes += self._freed_bytes(len(self.planned) + ended)
+        for other in self.planned:
+            held_until = self._held_until[other.index].items()
+            freed_bytes += bytes_of(other.graph, (t for t, until in held_until if until == len(self.planned) + ended))
         return replace(gap, held_bytes=gap.held_bytes + freed_bytes - sum(run.tangent_bytes))
-
-    def _freed_bytes(self, ended: int) -> int:
-        """Return the bytes of outputs that code frees after this number of forwards and backwards."""
-        freed = ((run.graph, self._held_until[run.index].items()) for run in self.planned)
-        return sum(bytes_of(graph, (t for t, until in outputs if until == ended)) for graph, outputs in freed)
 
     def _between(self, first: Mark, last: Mark) -> Gap | None:
         """Return growth and peak of memory between two marks; None if not measured."""

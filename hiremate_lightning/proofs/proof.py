@@ -15,7 +15,7 @@ from ..capturing.capture import Captured
 from ..memory.allocator import alone, in_blocks
 from ..records.costs import Profile, in_eager
 from ..records.expressions import Sizes
-from ..records.graph import Graph, StorageKind, bytes_of
+from ..records.graph import StorageKind, bytes_of
 from ..records.simulation import forward_peak_bytes, simulate, simulate_eager
 from ..records.step import Step
 from ..running.execution import Part
@@ -271,9 +271,13 @@ def proof_memory(
     # Activations of 0 bytes, and gradients that are dropped as they come.
     storages = (replace(s, size_bytes=0) if s.kind is StorageKind.ACTIVATION else s for s in graph.storages)
     without_activations = replace(graph, storages=tuple(storages), gradients=())
+    # Saved tensors are offloaded, except those that the running backward node reads.
+    eager, _ = in_eager(graph, profile)
+    saved = {i: s.size_bytes for i, s in enumerate(eager.storages) if s.kind is StorageKind.ACTIVATION}
+    read = [{eager.tensors[t].storage for t in eager.nodes[index].inputs} for index in eager.backward]
     return ProofMemory(
         eager_bytes=step.eager_bytes,
-        saved_bytes=_offloaded_bytes(in_eager(graph, profile)[0]),
+        saved_bytes=max((sum(saved.get(s, 0) for s in storages if s is not None) for storages in read), default=0),
         beside_bytes=simulate_eager(without_activations, profile).peak_bytes,
         forward_bytes=forward_peak_bytes(graph, profile),
         own_bytes=simulated.peak_bytes,
@@ -282,10 +286,3 @@ def proof_memory(
         kept_bytes=bytes_of(graph, (*graph.outputs, *graph.gradients)) if captured.device.type == "cpu" else 0,
         free_bytes=max(free_bytes(step, captured.device), simulated.peak_bytes),  # the step takes them in any case
     )
-
-
-def _offloaded_bytes(graph: Graph) -> int:
-    """Return the most bytes of saved tensors that one backward node reads: all others are offloaded meanwhile."""
-    read = [{graph.tensors[t].storage for t in graph.nodes[index].inputs} for index in graph.backward]
-    sizes = {i: s.size_bytes for i, s in enumerate(graph.storages) if s.kind is StorageKind.ACTIVATION}
-    return max((sum(sizes.get(s, 0) for s in storages if s is not None) for storages in read), default=0)

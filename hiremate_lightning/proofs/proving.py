@@ -40,7 +40,7 @@ from ..torch_private import autocasting, backward_pass, captured_code, tensor_st
 from ..torch_private.hacks import replaced
 from .differences import Difference, differences
 from .proof import Proof, ProofAtSizes, ProofMemory, Proofs, Verdict, proof_memory
-from .trials import Trial, TrialOutcome, Unused, likely_unused, unused_at
+from .trials import Trial, TrialOutcome, likely_unused, unused_at
 
 INSIDE = "it has run inside of a backward only"
 TRIES = 3  # try to prove gradients in so many runs: memory may be missing in the first one
@@ -299,13 +299,17 @@ def _trial_of(
     without: frozenset[int] | None,
 ) -> Trial:
     """Return the trial of code on arguments, with gradients if there is memory for an eager backward."""
+    # Outputs get no gradients as in a backward that has run, else by a guess.
+    seen = frozenset[frozenset[int]]() if proof.part is None else frozenset(proof.part.ran_without)
+    without = without if without is not None else next(iter(seen), None)
+    positions = None if proof.part is None or without is None else unused_at(proof.part.captured, without)
     return Trial(
         arguments,
         names=[_name_of(str(node.target)) for node in written.graph.find_nodes(op="placeholder")],
         constants=[*written.parameters(), *written.buffers()],
         with_gradients=memory is not None and memory.has_eager,
         files=Files() if memory is not None and memory.needs_files else None,
-        unused=_unused_in(proof, written, without),
+        unused=likely_unused(written) if positions is None else lambda outputs: positions,
     )
 
 
@@ -335,14 +339,6 @@ def _first_outcome(trial: Trial, written: Callable[..., Any], keeps_all: bool = 
             raise
     trial = replace(trial, copies=True)
     return trial, trial.run(written, keeps_nothing)
-
-
-def _unused_in(proof: Proof, written: fx.GraphModule, without: frozenset[int] | None) -> Unused:
-    """Return the outputs that get no gradients: as in a backward that has run, else a guess."""
-    seen = frozenset[frozenset[int]]() if proof.part is None else frozenset(proof.part.ran_without)
-    without = without if without is not None else next(iter(seen), None)
-    positions = None if proof.part is None or without is None else unused_at(proof.part.captured, without)
-    return likely_unused(written) if positions is None else lambda outputs: positions
 
 
 def _device_of(proof: Proof, arguments: Sequence[Any]) -> torch.device:

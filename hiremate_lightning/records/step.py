@@ -307,26 +307,19 @@ class _Merger:
             if count == call.called_at:
                 self.stale_until = place
         own = ((index, t) for t in call.graph.outputs if t not in call.died)
+        # `_hold_into_backwards` appends the bytes of outputs that code holds from the last forward into a backward.
+        held = (
+            (earlier, output)
+            for earlier in range(index)
+            for output, until in self.calls[earlier].held_until.items()
+            if until > index and (not is_last or until in (len(self.calls), HELD_TO_THE_END))
+        )
         links = {} if is_last else self.calls[index + 1].links
-        read = self._numbers((*own, *self._held_after_forward(index), *links.values()))
+        read = self._numbers((*own, *held, *links.values()))
         handed = self._numbers((index + 1, t) for t in links)
         self.after_forward.append(self._add_outside(call.after_forward, read, handed))
         if call.called_at is None:
             self.stale_until = self.after_forward[-1]
-
-    def _held_after_forward(self, index: int) -> list[Output]:
-        """List the outputs of earlier calls that live when the uncaptured code after a forward ends.
-
-        At the end of the last one, outputs that code holds into the backward are left out: `_hold_into_backwards`
-        appends their bytes.
-        """
-        forwards, ended = len(self.calls), index + 1
-        return [
-            (call, output)
-            for call in range(index)
-            for output, until in self.calls[call].held_until.items()
-            if until >= ended and (ended < forwards or until in (forwards, HELD_TO_THE_END))
-        ]
 
     def _add_backward(self, index: int, following: int | None) -> None:
         """Append a backward, and the uncaptured code after it, which turns its gradients into the next one's tangents.

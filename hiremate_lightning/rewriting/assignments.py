@@ -94,7 +94,13 @@ def _fill(result: torch.Tensor, parts: Sequence[Any]) -> torch.Tensor:
 def gather(joint: Joint) -> None:
     """Make each assignment one operation."""
     for node in list(joint.graph.nodes):
-        _stand_alone(node)
+        if node.target not in _FILLED or not nodes.fills_memory(node.meta["val"]):
+            continue
+        if _is_contiguous(node) and not node.kwargs.get("pin_memory"):
+            # `torch.full` makes a tensor of one number without another tensor, so its recomputation needs no other.
+            shown, number = node.meta["val"], _FILLED[node.target](node.args)
+            options = {"dtype": shown.dtype, "device": shown.device, "pin_memory": False}
+            nodes.replace_node(node, aten.full.default, (list(shown.shape), number), options)
     _copy_gradients_once(joint.module)
     for node in reversed(list(joint.graph.nodes)):
         if node.target in _SCATTERS and node.users:  # a scatter without users was a step of a gathered assignment
@@ -105,16 +111,6 @@ def merge_with_bases(joint: Joint) -> None:
     """Let each assignment create its base if the base is only filled, and join consecutive assignments to one base."""
     for node in joint.graph.find_nodes(op="call_function", target=assign):
         _merge_with_base(node)
-
-
-def _stand_alone(node: fx.Node) -> None:
-    """Create a tensor of one number with `torch.full`, so that its recomputation needs no other tensor."""
-    if node.target not in _FILLED or not nodes.fills_memory(node.meta["val"]):
-        return
-    if _is_contiguous(node) and not node.kwargs.get("pin_memory"):
-        shown, number = node.meta["val"], _FILLED[node.target](node.args)
-        options = {"dtype": shown.dtype, "device": shown.device, "pin_memory": False}
-        nodes.replace_node(node, aten.full.default, (list(shown.shape), number), options)
 
 
 def _copy_gradients_once(joint: fx.GraphModule) -> None:

@@ -257,7 +257,14 @@ class FusedKernels:
 
     def get(self, module: fx.GraphModule, results: Sequence[torch.Tensor]) -> Kernel:
         """Return the kernel of a group, whose module returns a list of tensors with the layouts of `results`."""
-        key = _key_of(module.graph)
+        # Graphs that differ only in the names of their nodes have one key.
+        number, lines = {node: i for i, node in enumerate(module.graph.nodes)}, []
+        for node in module.graph.nodes:
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{number[n]}")
+            shown = node.meta["val"] if node.op == "placeholder" else None
+            what = str(node.target) if shown is None else f"{_layout(shown)} {shown.device}"
+            lines.append(f"{node.op} {what} {args} {kwargs}")
+        key = "; ".join(lines)
         if key not in self._known:
             self._known[key] = Kernel(module, key, results, self._warn)
         return self._known[key]
@@ -272,15 +279,3 @@ class FusedKernels:
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _key_of(graph: fx.Graph) -> str:
-    """Return the computation of a graph as text: equal for graphs that differ only in the names of their nodes."""
-    number = {node: i for i, node in enumerate(graph.nodes)}
-    lines = []
-    for node in graph.nodes:
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{number[n]}")
-        shown = node.meta["val"] if node.op == "placeholder" else None
-        what = str(node.target) if shown is None else f"{_layout(shown)} {shown.device}"
-        lines.append(f"{node.op} {what} {args} {kwargs}")
-    return "; ".join(lines)

@@ -252,15 +252,14 @@ def unsettled_among(tangents: Iterable[fx.Node]) -> set[fx.Node]:
 def note_unsettled(node: fx.Node, unsettled: set[fx.Node]) -> None:
     """Add an operation's results to `unsettled` if they may have other strides than traced."""
     reads_unsettled = any(a in unsettled for a in node.all_input_nodes)
-    if (reads_unsettled and _follows_strides(node)) or may_lie_otherwise(node):
+    follows_strides = reads_unsettled and (
+        torch.Tag.pointwise in getattr(node.target, "tags", ())
+        or node.target in _FOLLOWS_STRIDES
+        or operation_named(node.target).follows_strides
+        or not any(map(is_on_new_memory, values_of(node)))
+    )
+    if follows_strides or may_lie_otherwise(node):
         unsettled.update(values_of(node))
-
-
-def _follows_strides(node: fx.Node) -> bool:
-    """Whether the strides of an operation's results depend on those of its inputs: pointwise operators and views."""
-    if torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _FOLLOWS_STRIDES:
-        return True
-    return operation_named(node.target).follows_strides or not any(map(is_on_new_memory, values_of(node)))
 
 
 def may_lie_otherwise(node: fx.Node) -> bool:

@@ -209,10 +209,15 @@ class _Search:
         self.last = {graph.tensors[t].storage: at for at, n in enumerate(graph.backward) for t in graph.nodes[n].inputs}
         kept = (*graph.gradients, *graph.outputs, *graph.held)
         self.last |= {graph.tensors[t].storage: len(graph.backward) for t in kept}
-        self.barred = _possibly_kept(graph, fx_nodes) | set(spared) | set(absent)
+        self.barred = {*spared, *absent}
         self.unsettled = nodes.unsettled_among(fx_values[t] for t in graph.tangents)
         for index in graph.backward:
+            node, target = graph.nodes[index], fx_nodes[index].target
             nodes.note_unsettled(fx_nodes[index], self.unsettled)
+            # An operation may keep or alias all that it touches, unless its schema or its registration excludes it.
+            says_all = nodes.is_of_torch(target) and not (nodes.is_view(target) and graph.allocates[index])
+            if not says_all and not nodes.operation_named(target).keeps_nothing:
+                self.barred.update(graph.tensors[t].storage for t in (*node.inputs, *node.outputs))
         first: dict[int | None, int] = {}
         # Tensors that are not the first one on their storage.
         self.views = {t for t, tensor in enumerate(graph.tensors) if first.setdefault(tensor.storage, t) != t}
@@ -288,17 +293,6 @@ class _Search:
             self.barred.add(block)
         if dying in self.views:
             self.views.add(result)
-
-
-def _possibly_kept(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int | None]:
-    """Return the storages that a backward operation may keep or alias: all it touches, unless a schema excludes it."""
-    seen = set[int | None]()
-    for index in graph.backward:
-        node, target = graph.nodes[index], fx_nodes[index].target
-        says_all = nodes.is_of_torch(target) and not (nodes.is_view(target) and graph.allocates[index])
-        if not says_all and not nodes.operation_named(target).keeps_nothing:
-            seen.update(graph.tensors[t].storage for t in (*node.inputs, *node.outputs))
-    return seen
 
 
 # ---------------------------------------------------------------- in-place changes of forward results

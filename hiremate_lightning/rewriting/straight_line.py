@@ -38,7 +38,12 @@ class Writer:
         self._write()
 
     def _write(self) -> None:
-        dying = _last_uses(self.module.graph)
+        last_reader: dict[fx.Node, fx.Node] = {}
+        for node in self.module.graph.nodes:
+            last_reader |= dict.fromkeys((node, *node.all_input_nodes), node)
+        dying: dict[fx.Node, list[fx.Node]] = {}
+        for value, node in last_reader.items():
+            dying.setdefault(node, []).append(value)
         taken = []
         for node in self.module.graph.nodes:
             if node.op == "placeholder":
@@ -90,14 +95,3 @@ class Writer:
         if isinstance(value, slice):
             return f"slice({', '.join(map(self._argument, (value.start, value.stop, value.step)))})"
         return self._constant(value)
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Return, for each node, the values that no later node reads."""
-    last = {node: node for node in graph.nodes}
-    for node in graph.nodes:
-        last.update(dict.fromkeys(node.all_input_nodes, node))
-    dying: dict[fx.Node, list[fx.Node]] = {}
-    for value, node in last.items():
-        dying.setdefault(node, []).append(value)
-    return dying

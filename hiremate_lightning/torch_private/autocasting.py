@@ -135,16 +135,11 @@ def releasing_frames() -> Iterator[None]:
         try:
             yield
         except BaseException as error:  # Ctrl-C too: its frames hold the same guards
-            for met in _chain(error):
+            chain: list[BaseException] = []
+            met: BaseException | None = error
+            while met is not None and met not in chain:
                 traceback.clear_frames(met.__traceback__)
+                chain.append(met)
+                met = met.__cause__ or met.__context__
             gc.collect()  # since 2.14 Dynamo keeps some errors in reference cycles, with their frames
             raise
-
-
-def _chain(error: BaseException | None) -> list[BaseException]:
-    """Return an error and the errors that it was raised from, or while handling."""
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__
-    return chain

@@ -46,7 +46,11 @@ class PhasedProgram:
         self._starts = (-1, *checks.instants)
         self._collect_needs()
         for phase in range(self.phases):
-            self._add_variables(phase)
+            operands = model.reads[checks.instants[phase - 1]] if phase > 0 else ()
+            for storage in dict.fromkeys([*self._needed[phase], *operands]):
+                self.held[phase, storage] = self.program.variable(0.0, lower=float(storage in operands))
+            for node in dict.fromkeys(model.producer[s] for s in self._needed[phase] if s in model.producer):
+                self.run[phase, node] = self.program.variable(model.cost_ms[node])
         for phase in range(self.phases):
             self._add_presence(phase)
         self._add_memory()
@@ -72,14 +76,6 @@ class PhasedProgram:
         for phase in reversed(range(len(ends))):
             spread(seen, self._read[phase], model.sources)
             self._needed[phase] = [s for s in model.choices if s in seen]
-
-    def _add_variables(self, phase: int) -> None:
-        model = self.model
-        operands = model.reads[self.checks.instants[phase - 1]] if phase > 0 else ()
-        for storage in dict.fromkeys([*self._needed[phase], *operands]):
-            self.held[phase, storage] = self.program.variable(0.0, lower=float(storage in operands))
-        for node in dict.fromkeys(model.producer[s] for s in self._needed[phase] if s in model.producer):
-            self.run[phase, node] = self.program.variable(model.cost_ms[node])
 
     def _there(self, phase: int, storage: int) -> LinearTerms:
         """Return S[t, d] + R[t, p(d)]."""

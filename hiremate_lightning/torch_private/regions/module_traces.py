@@ -198,21 +198,19 @@ class Copy:
     def make(self) -> Any:
         """Add inputs, guards and nodes to the graph; return the call's result. A failure leaves some of them there."""
         for node, source in self._inputs.items():
-            self._copy_of[node] = node if source is None else self._input(node, source)
+            self._copy_of[node] = node
+            if source is not None:
+                count = len(self._output.placeholders)
+                variable = VariableBuilder(self._tx, source)(self._likeness.value_of(source))
+                self._copy_of[node] = added = variable.as_proxy().node
+                if len(self._output.placeholders) > count and "nn_module_stack" in node.meta:
+                    added.meta["nn_module_stack"] = self._stack(node)
         for guard in self._likeness.guards:
             self._output.guards.add(guard, collect_debug_stack=False)
         self._output.guard_on_key_order.update(map(self._likeness.other_of, self._trace.read.in_order))
         for node in self._trace.nodes:
             self._copy_of[node] = self._node(node)
         return self._result(self._trace.result)
-
-    def _input(self, node: fx.Node, source: Source) -> fx.Node:
-        count = len(self._output.placeholders)
-        variable = VariableBuilder(self._tx, source)(self._likeness.value_of(source))
-        added: fx.Node = variable.as_proxy().node
-        if len(self._output.placeholders) > count and "nn_module_stack" in node.meta:
-            added.meta["nn_module_stack"] = self._stack(node)
-        return added
 
     def _node(self, node: fx.Node) -> fx.Node:
         """Add a copy of a node, with the metadata that a trace would give it."""
