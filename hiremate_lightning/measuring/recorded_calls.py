@@ -32,7 +32,15 @@ class _RecordedCalls:
         self._span_at = {span.label: position for position, span in enumerate(record.spans)}
         self._ends = [Event.FORWARD.of(run.index) for run in self.planned[1:]]  # ends of the code after each forward
         self._ends += [Event.BACKWARD.of(run.index) for run in self.backwards[:1]]
-        self._held_until = self._find_held_until()  # for each run, by output, see `Call.held_until`
+        # For each run, by output: the number of forwards and backwards that have run when code frees the output.
+        self._held_until = {run.index: dict[int, int]() for run in self.planned}
+        for ended, mark in enumerate(self._ends, start=1):
+            for index, tensor in self._alive_at(mark):
+                self._held_until[index][tensor] = ended
+        for run in self.planned:
+            outlive = [t for i, t in self._alive_at(Event.BACKWARD_DONE.of(run.index)) if i == run.index]
+            self._held_until[run.index].update(self._held_into_backwards(run, outlive))
+            self._held_until[run.index].update(dict.fromkeys(outlive, HELD_TO_THE_END))
 
     def call(self, run: Run) -> Call:
         """Return the call of a run, with the uncaptured code before, between and after its halves."""
@@ -75,18 +83,6 @@ class _RecordedCalls:
             before_backward=self._gap_before_backward(before) if before else Gap(),
             after_backward=Gap() if before + 1 < len(self.backwards) else replace(ended, held_bytes=0),
         )
-
-    def _find_held_until(self) -> dict[int, dict[int, int]]:
-        """Return, for each run, the number of forwards and backwards that have run when code frees its outputs."""
-        held_until = {run.index: dict[int, int]() for run in self.planned}
-        for ended, mark in enumerate(self._ends, start=1):
-            for index, tensor in self._alive_at(mark):
-                held_until[index][tensor] = ended
-        for run in self.planned:
-            outlive = [t for i, t in self._alive_at(Event.BACKWARD_DONE.of(run.index)) if i == run.index]
-            held_until[run.index].update(self._held_into_backwards(run, outlive))
-            held_until[run.index].update(dict.fromkeys(outlive, HELD_TO_THE_END))
-        return held_until
 
     def _held_into_backwards(self, run: Run, outlive: Collection[int]) -> dict[int, int]:
         """Return the outputs of a run that uncaptured code holds into the backward, for example to read them there.

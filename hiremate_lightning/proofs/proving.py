@@ -81,22 +81,20 @@ class Prover:
     def prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
         """Prove what is unproved of captured code that is about to run, as far as memory is free.
 
+        Each schedule of made code (made from traces of other sizes) is proved once, and again at sizes beyond all
+        proofs. If the sizes lie between sizes that were traced or proved, a proof at smaller sizes is enough, which
+        takes less time and memory. The proof of made code stays open, since a later step of the same sizes may run by
+        another schedule. Without memory for gradients, or inside of a backward, it is enough if another schedule is
+        proved, as for traced code.
+
         Raises:
             SizesDifferError: If the code was made from traces of other sizes, and can't be proved.
         """
         self._proofs.add(proof)
-        if proof.part is not None and proof.part.captured.made_from is not None:
-            self._prove_made(proof, proof.part, arguments)
-        else:
+        part = proof.part
+        if part is None or part.captured.made_from is None:
             self._prove(proof, arguments)
-
-    def _prove_made(self, proof: Proof, part: Part, arguments: Sequence[Any]) -> None:
-        """Prove made code (made from traces of other sizes): each schedule once, and again at sizes beyond all proofs.
-
-        If the sizes lie between sizes that were traced or proved, a proof at smaller sizes is enough, which takes less
-        time and memory. The proof stays open, since a later step of the same sizes may run by another schedule. Without
-        memory for gradients, or inside of a backward, it is enough if another schedule is proved, as for traced code.
-        """
+            return
         program, sizes = self._program_of(part), part.captured.sizes
         programs = programs_of(part.captured, program.schedule)
         assert programs is not None, "asked of code that is made from other sizes"
@@ -299,10 +297,10 @@ def _trial_of(
     without: frozenset[int] | None,
 ) -> Trial:
     """Return the trial of code on arguments, with gradients if there is memory for an eager backward."""
-    # Outputs get no gradients as in a backward that has run, else by a guess.
-    seen = frozenset[frozenset[int]]() if proof.part is None else frozenset(proof.part.ran_without)
-    without = without if without is not None else next(iter(seen), None)
-    positions = None if proof.part is None or without is None else unused_at(proof.part.captured, without)
+    positions = None
+    if proof.part is not None:  # the same outputs get no gradients as in a backward that has run
+        without = without if without is not None else next(iter(frozenset(proof.part.ran_without)), None)
+        positions = None if without is None else unused_at(proof.part.captured, without)
     return Trial(
         arguments,
         names=[_name_of(str(node.target)) for node in written.graph.find_nodes(op="placeholder")],

@@ -112,7 +112,14 @@ def _cells(row: ModuleRow, bar_width: int) -> tuple[RenderableType, ...]:
     numbers = (cell or Text(NONE, FAINT) for cell in use_cells(use))
     if not bar_width:
         return label, *numbers
-    bar = _columns_bar(row.shares, bar_width) if row.shares else _bar(use.kept_share, bar_width)
+    if not row.shares:
+        return label, *numbers, _bar(use.kept_share, bar_width)
+    bar = Text()
+    size = -(-len(row.shares) // bar_width)
+    for start in range(0, len(row.shares), size):  # a column is the mean of `size` neighbours
+        present = [s for s in row.shares[start : start + size] if s is not None]
+        mean = sum(present) / len(present) if present else 0.0
+        bar.append(_level(mean) if mean else NONE, _KEPT if mean else FAINT)
     return label, *numbers, bar
 
 
@@ -127,17 +134,6 @@ def _bar(share: float | None, width: int) -> Text:
 def _level(share: float) -> str:
     """Return the character of a cell filled to a share in (0, 1]."""
     return LEVELS[min(len(LEVELS) - 1, int(share * len(LEVELS)))]
-
-
-def _columns_bar(shares: Sequence[float | None], width: int) -> Text:
-    """Draw one column for each share; if there are more shares than columns, a column is the mean of neighbours."""
-    size = -(-len(shares) // width)
-    text = Text()
-    for start in range(0, len(shares), size):
-        present = [s for s in shares[start : start + size] if s is not None]
-        mean = sum(present) / len(present) if present else 0.0
-        text.append(_level(mean) if mean else NONE, _KEPT if mean else FAINT)
-    return text
 
 
 # ---------------------------------------------------------------- the memory timeline

@@ -108,9 +108,25 @@ def gather(joint: Joint) -> None:
 
 
 def merge_with_bases(joint: Joint) -> None:
-    """Let each assignment create its base if the base is only filled, and join consecutive assignments to one base."""
+    """Let each assignment create its base if the base is only filled, and join consecutive assignments to one base.
+
+    The joined sources stay alive until the last assignment, so their bytes may not exceed those of the base.
+    """
     for node in joint.graph.find_nodes(op="call_function", target=assign):
-        _merge_with_base(node)
+        base: Any = node.args[0]
+        shown, parts = base.meta["val"], node.args[1:]
+        if base.users.keys() != {node} or not nodes.fills_memory(shown):
+            continue
+        if base.target in (assign, assign_to_new):
+            sources = (a for a in (*base.args, *parts) if isinstance(a, fx.Node) and a is not base.args[0])
+            waiting = [t for t in (source.meta.get("val") for source in sources) if t is not None]
+            if sum(t.nbytes for t in waiting) <= shown.nbytes:
+                nodes.replace_node(node, base.target, (*base.args, *parts))
+        elif base.target in _EMPTY or base.target is aten.full.default:
+            value = base.args[1] if base.target is aten.full.default else None
+            if _is_contiguous(base) and not base.kwargs.get("pin_memory"):
+                like = (shown.dtype, shown.device)
+                nodes.replace_node(node, assign_to_new, (list(shown.shape), value, like, *parts))
 
 
 def _copy_gradients_once(joint: fx.GraphModule) -> None:
@@ -199,27 +215,6 @@ def _step(name: str, source: Any, arguments: Sequence[Any]) -> tuple[str, tuple[
         return name, (dim, numbers[1] % shape[dim])
     start, end, _ = slice(*numbers[1:]).indices(shape[dim])
     return name, (dim, start, max(start, end), numbers[3])
-
-
-def _merge_with_base(node: fx.Node) -> None:
-    """Merge an assignment with the node that makes or last assigns to its base, if it has no other reader.
-
-    The merged sources stay alive until the assignment, so their bytes may not exceed those of the base.
-    """
-    base: Any = node.args[0]
-    shown, parts = base.meta["val"], node.args[1:]
-    if base.users.keys() != {node} or not nodes.fills_memory(shown):
-        return
-    if base.target in (assign, assign_to_new):
-        sources = (a for a in (*base.args, *parts) if isinstance(a, fx.Node) and a is not base.args[0])
-        waiting = [t for t in (source.meta.get("val") for source in sources) if t is not None]
-        if sum(t.nbytes for t in waiting) <= shown.nbytes:
-            nodes.replace_node(node, base.target, (*base.args, *parts))
-    elif base.target in _EMPTY or base.target is aten.full.default:
-        value = base.args[1] if base.target is aten.full.default else None
-        if _is_contiguous(base) and not base.kwargs.get("pin_memory"):
-            like = (shown.dtype, shown.device)
-            nodes.replace_node(node, assign_to_new, (list(shown.shape), value, like, *parts))
 
 
 def _is_contiguous(made: fx.Node) -> bool:

@@ -368,7 +368,13 @@ def is_random(node: fx.Node, device: torch.device | None) -> bool:
     if operation_named(node.target).is_random or getattr(node.target, "namespace", "") in _COLLECTIVE:
         return True
     if isinstance(node.target, aot.HigherOrderOperator):
-        return _is_random_inside(node, device)
+        name = name_of(node.target)
+        if name in CALLS_AN_OPERATOR:
+            return torch.Tag.nondeterministic_seeded in getattr(node.args[0], "tags", ())
+        if name not in _CALLS_SUBGRAPHS:
+            return name != TRITON
+        called = [inner for graph in subgraphs_of(node).values() for inner in computations(graph)]
+        return any(mutated_arguments(inner) or is_random(inner, device) for inner in called)
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         if device is None or device.type != "cuda":
             return False
@@ -383,17 +389,6 @@ def is_random(node: fx.Node, device: torch.device | None) -> bool:
     position = names.index("dropout_p")
     probability = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
     return bool(probability != 0.0)
-
-
-def _is_random_inside(node: fx.Node, device: torch.device | None) -> bool:
-    """Whether a higher-order operator calls random operators, or may give other numbers in a second run."""
-    name = name_of(node.target)
-    if name in CALLS_AN_OPERATOR:
-        return torch.Tag.nondeterministic_seeded in getattr(node.args[0], "tags", ())
-    if name not in _CALLS_SUBGRAPHS:
-        return name != TRITON
-    called = [inner for graph in subgraphs_of(node).values() for inner in computations(graph)]
-    return any(mutated_arguments(inner) or is_random(inner, device) for inner in called)
 
 
 def subgraphs_of(node: fx.Node) -> dict[fx.Node, fx.GraphModule]:

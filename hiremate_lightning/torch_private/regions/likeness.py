@@ -134,8 +134,13 @@ class Likeness:
             self._guard_shared(shared)
             return
         kind, keywords = guard.create_fn_name(), getattr(guard.create_fn, "keywords", {})
-        if kind == "DUPLICATE_INPUT":
-            self._guard_duplicate(guard, keywords["source_b"])
+        if kind == "DUPLICATE_INPUT":  # a value that the first module has twice, or that code outside has, too
+            first = keywords["source_b"]
+            if self._read.has(first):
+                self._compare_links(unwrapped(first))
+            self._compare_alias(guard.originating_source, first)
+            create = functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=self._source_in_other(first))
+            self._add_guard(self.other_of(guard.originating_source), create, guard)
             return
         details = {name: value for name, value in keywords.items() if name not in _UNREAD}
         one, other = self.value_of(source), self.value_of(self.other_of(source))
@@ -161,15 +166,6 @@ class Likeness:
         create = make_dupe_guard(other, first)
         if create is not None and other.name != first.name:
             self.guards.append(Guard(other, create))
-
-    def _guard_duplicate(self, guard: Guard, first: Source) -> None:
-        """Compare a value that the first module has twice, or that code outside has, too."""
-        source = guard.originating_source
-        if self._read.has(first):
-            self._compare_links(unwrapped(first))
-        self._compare_alias(source, first)
-        create = functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=self._source_in_other(first))
-        self._add_guard(self.other_of(source), create, guard)
 
     def _compare_links(self, source: Source) -> None:
         """Compare a value, and each value on the way to it."""
