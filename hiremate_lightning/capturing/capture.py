@@ -312,32 +312,28 @@ class _Builder:
             number = aot.function_of(node)
             if number is not None and node.target is not aten.add.Tensor:
                 functions[number].append(index)
-        for first, *others in functions.values():
-            for index in (first, *others) if others else ():
-                self.nodes[index] = replace(self.nodes[index], function=first)
+        for members in functions.values():
+            if len(members) > 1:
+                for index in members:
+                    self.nodes[index] = replace(self.nodes[index], function=members[0])
 
     def _add_replays(self, index: int) -> None:
         """Add the replay nodes that recompute the results of a random node or a batch norm."""
         node, drawn = self.nodes[index], self.fx_nodes[index]
         values = {v.args[1]: self.tensor_of[v] for v in drawn.users if nodes.is_part(v)}
         source = self.tensor_of.get(drawn.args[0]) if drawn.args and isinstance(drawn.args[0], fx.Node) else None
+        storage = None if source is None else self.tensors[source].storage
+        is_allocated = storage is not None and not self.storages[storage].kind.is_resident
         is_dropout = drawn.target is aten.native_dropout.default and drawn.args[2] is not False
         if is_dropout and set(values) == {0, 1} and source is not None:
             self._add_replay(index, replays.APPLY_MASK, (source, values[1]), (values[0],))
-        if is_dropout and 1 in values and replays.can_draw_mask(drawn, self._begins_allocation(source)):
+        if is_dropout and 1 in values and replays.can_draw_mask(drawn, is_allocated):
             self._add_replay(index, replays.DRAW_MASK, (self._add_state(index),), (values[1],))
         elif not is_dropout and node.is_random and not node.is_mutating and replays.can_draw_again(drawn):
             self._add_replay(index, replays.DRAW_AGAIN, (*node.inputs, self._add_state(index)), node.outputs)
         elif {0, 1, 2} <= values.keys() and replays.can_normalize(drawn):
             read = [self.tensor_of[a] for a in drawn.args[:3] if isinstance(a, fx.Node)]
             self._add_replay(index, replays.NORMALIZE, (*read, values[1], values[2]), (values[0],))
-
-    def _begins_allocation(self, tensor: int | None) -> bool:
-        """Whether a tensor starts at the beginning of a block that the step allocates."""
-        storage = None if tensor is None else self.tensors[tensor].storage
-        if tensor is None or storage is None or self.storages[storage].kind.is_resident:
-            return False
-        return tensor_state.int_hint(self.fx_values[tensor].meta["val"].storage_offset()) == 0
 
     def _add_state(self, index: int) -> int:
         """Add the generator's state to the outputs of a random node; return its tensor."""

@@ -154,15 +154,18 @@ def mask_arguments(dropout: fx.Node) -> tuple[Any, ...]:
     return size, strides, shown.dtype, shown.device, probability
 
 
-def can_draw_mask(dropout: fx.Node, begins_allocation: bool) -> bool:
-    """Whether `draw_mask_of` draws the same mask as a captured dropout.
+def can_draw_mask(dropout: fx.Node, is_allocated: bool) -> bool:
+    """Whether `draw_mask_of` draws the same mask as a captured dropout, whose input the step itself may allocate.
 
     CUDA's kernel draws by the alignment of its input, known only if the input begins a block that the step allocates.
     """
     source, probability = dropout.args[:2]
     if not isinstance(source, fx.Node) or not isinstance(probability, float):
         return False
-    return as_eager(dropout)[0] is dropout_on_host or (_device(dropout).type == "cuda" and begins_allocation)
+    if as_eager(dropout)[0] is dropout_on_host:
+        return True
+    begins_block = is_allocated and tensor_state.int_hint(source.meta["val"].storage_offset()) == 0
+    return _device(dropout).type == "cuda" and begins_block
 
 
 # ---------------------------------------------------------------- a batch norm from its statistics
