@@ -44,7 +44,8 @@ class _RecordedCalls:
 
     def call(self, run: Run) -> Call:
         """Return the call of a run, with the uncaptured code before, between and after its halves."""
-        record, place, number, profile = self._record, self.place, self.place[run.index], run.part.profile
+        record, place = self._record, self.place
+        number, profile = place[run.index], run.part.profile
         assert profile is not None, "costs are known of what has run in a step"
         if record.timed is not None and thresholds.current.measures_times:
             profile = record.timed.refine(profile, run.graph)
@@ -54,8 +55,9 @@ class _RecordedCalls:
         # The uncaptured code after the forward runs until the next forward, or until the first backward.
         done, mark = Event.FORWARD_DONE.of(run.index), self._ends[number]
         lived = [(i, t) for i, t in self._alive_at(done) if i <= run.index]
-        died, alive = list[Output](), set(self._alive_at(mark))
+        died = list[Output]()
         if self._spans(done, mark) and mark in record.alive_at:  # died: no longer alive, and not saved by their run
+            alive = set(self._alive_at(mark))
             died = [(i, t) for i, t in lived if (i, t) not in alive and not record.runs[i].saves(t)]
         stages, called_at = self._stages(run, mark, lived, died)
         is_alone = not died and all(i == run.index for i, _ in lived)
