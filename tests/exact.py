@@ -20,7 +20,7 @@ from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.terminal import plan_table
-from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import session_of
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))  # the release that runs
 
@@ -159,11 +159,19 @@ def table_of(plan: Plan) -> str:
 
 
 def captured_by(module: nn.Module, *inputs: Any, **options: Any) -> Captured:
-    """Plan a module, which stays so, run one forward, and give the first graph that was captured."""
+    """Plan a module, which stays planned, run one forward, and return the first captured graph."""
     hiremate(module, "100%", verbose=False, **options)(*inputs)
-    targets = targets_of(module)
-    assert targets is not None
-    return targets.session.model.parts.all[0].captured
+    return captured_graphs(module)[0]
+
+
+def captured_graphs(module: nn.Module) -> list[Captured]:
+    """List the captured graphs of a planned module."""
+    return [part.captured for part in session_of(module).model.parts.all]
+
+
+def proved(module: nn.Module) -> str:
+    """Count in words how many forwards and gradients of a planned module are proved."""
+    return session_of(module).model.proofs.words()
 
 
 def added_peaks(module: nn.Module, batch: Tensor) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import HiRemateWarning, hiremate
-from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import session_of
 from tests.exact import assert_same
 
 WIDTH, ROWS, MANY = 16, 256, 4096
@@ -55,10 +55,6 @@ def warm_up(model: nn.Module, steps: int = 2, rows: int = ROWS) -> nn.Module:
     for index in range(steps):
         step(model, index, rows)
     return model
-
-
-def session_of(model: nn.Module):
-    return targets_of(model).session
 
 
 def only_plan(model: nn.Module):

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from hiremate_lightning import hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import plans
 from tests.life import recorded
 from tests.sharding import Block, Left
 
@@ -97,7 +97,7 @@ def train(case: Pipeline, rank: int, planned: bool) -> Left:
             left.gradients.append({name: p.grad.clone() for name, p in modules.named_parameters()})
             optimizer.step()
             optimizer.zero_grad()
-    return left.close(modules, optimizer, *(targets_of(modules).session.plans.values() if planned else ()))
+    return left.close(modules, optimizer, *(plans(modules) if planned else ()))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from hiremate_lightning import hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.planning.plan import Plan
-from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import session_of
 from tests.life import recorded
 from tests.shared_memory import SharedMemory, collectives_through, communicate_through
 
@@ -270,11 +270,11 @@ def _train(case: Case, rank: int, memory: SharedMemory, planned: bool, steps: in
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
         for index in range(steps):
             step(model, optimizer, case, rank, index, left, is_last=index + 1 == steps)
-            if planned and left.planned_at is None and targets_of(model).session.plan is not None:
+            if planned and left.planned_at is None and session_of(model).plan is not None:
                 left.planned_at = index
             if case.evaluates:
                 evaluate(model, rank, case, left)
-    return left.close(model, optimizer, *(targets_of(model).session.plans.values() if planned else ()))
+    return left.close(model, optimizer, *(session_of(model).plans.values() if planned else ()))
 
 
 def step(model: nn.Module, optimizer: Any, case: Case, rank: int, index: int, left: Left, is_last: bool) -> None:

@@ -17,7 +17,7 @@ from hiremate_lightning.rewriting import losses
 from hiremate_lightning.rewriting.overwriting import overwriting
 from hiremate_lightning.running.copies import Block, HostMemory, Leaving
 from hiremate_lightning.signatures.eager_predictions import SavedTensors
-from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import session_of
 from hiremate_lightning.torch_private.tensor_state import storage_id
 from tests.behaviour.exactness.test_accumulation import batch, weight_bytes, wide
 from tests.behaviour.exactness.test_execution import compiled, keep_all, nothing_kept, results
@@ -131,7 +131,7 @@ def test_accumulated_gradients_are_added_where_they_appear():
 
 def test_every_operation_takes_time_and_recomputing_too():
     _, _, module = train("gpt", "60%", half=False)
-    (profile,) = (part.profile for part in targets_of(module).session.model.parts.all)
+    (profile,) = (part.profile for part in session_of(module).model.parts.all)
     plan = get_plan(module)
     assert all(time_ms > 0 for time_ms in profile.time_ms)
     assert torch.cuda.get_device_name() in profile.device
@@ -244,7 +244,7 @@ def test_steps_of_new_sizes_offload_within_the_budget():
             found.append([step(net, length), *(p.grad for p in net.parameters())])
             assert net is plain or torch.cuda.max_memory_allocated() <= budget
         assert all(map(torch.equal, *found))
-    session = targets_of(model).session
+    session = session_of(model)
     assert session.captured_count == 1
     assert session.steps.eager.prediction.saved is SavedTensors.OFFLOADED
     assert session.model.offloading.memory.size_bytes > 0

@@ -16,8 +16,7 @@ from hiremate_lightning.memory.allocator import LEAST_REST_BYTES
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.records.costs import Link
-from hiremate_lightning.targets.modules import targets_of
-from hiremate_lightning.testing import changed_thresholds, plans
+from hiremate_lightning.testing import changed_thresholds, plans, session_of
 from tests.exact import assert_same, network, take_steps
 from tests.life import recorded
 from tests.training import build
@@ -167,7 +166,7 @@ def test_several_calls_offload_what_is_their_own(link):
 def test_no_more_of_the_host_is_taken_than_is_named(link):
     link(FAST)
     module = offloading(STEPS, layers=12, budget="50%", offload="always allowed", host_budget="3 MiB")
-    memory = targets_of(module).session.model.offloading.memory
+    memory = session_of(module).model.offloading.memory
     assert 0 < memory.size_bytes <= 3 * 2**20
 
 
@@ -184,7 +183,7 @@ def test_what_no_margin_helps_is_planned_with_all_on_the_device(link):
     """Copies leave the allocator other gaps: a plan without them may fit where one with them was measured above."""
     link(FAST)
     module = offloading(steps=4)
-    life = targets_of(module).session
+    life = session_of(module)
     ((kind, plan),) = life.plans.items()
     assert plan.solution.offloads
     kind = life.model.history.get_or_make(kind)

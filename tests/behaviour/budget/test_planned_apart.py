@@ -12,6 +12,7 @@ from torch import nn
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import session_of
 from tests.behaviour.budget.test_waiting_graphs import train_adversaries
 from tests.exact import differing, drawn, leave_behind
 
@@ -106,4 +107,4 @@ def test_the_smaller_budget_counts_and_options_keep_models_apart():
             one_after_another(models, index)
         assert (targets_of(models[0]) is targets_of(models[1])) == are_one
         if are_one:
-            assert targets_of(models[0]).session.options.budget.share == 0.8
+            assert session_of(models[0]).options.budget.share == 0.8

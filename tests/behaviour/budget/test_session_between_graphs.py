@@ -13,7 +13,7 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.planning.solvers.base import Problem, replay
 from hiremate_lightning.planning.solvers.greedy import segment_policies
 from hiremate_lightning.planning.solvers.model import StepModel, decisions
-from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import captured_count
 from hiremate_lightning.torch_private import dynamo
 from tests.exact import assert_foreseen, network, take_steps
 from tests.life import ROWS, WIDTH, Net, batch, warm_up
@@ -73,7 +73,7 @@ def test_what_tracing_keeps_is_not_taken_for_the_users(monkeypatch):
     torch.manual_seed(1)
     model = hiremate(gives_more(), "1 GiB", verbose=False)
     take_steps(model, batch, 4, loss_of=lambda y: y["loss"])
-    assert targets_of(model).session.captured_count > 1
+    assert captured_count(model) > 1
     assert_foreseen(model, abs=64)
 
 
@@ -205,7 +205,7 @@ def test_peaks_with_code_between_graphs_are_predicted(make, options, least, tole
     model = hiremate(make(), **{"budget": "1 GiB", "verbose": False, **options})
     take_steps(model, batch, 4, loss_of=lambda y: y.square().mean() if y.dim() else y)
     assert_foreseen(model, **tolerance)
-    assert targets_of(model).session.captured_count >= least
+    assert captured_count(model) >= least
 
 
 class Looks(Net):

@@ -13,6 +13,7 @@ from hiremate_lightning import InfeasibleBudgetError, get_plan, hiremate
 from hiremate_lightning.measuring.profiling import TimedRun
 from hiremate_lightning.records.expressions import SizesDifferError
 from hiremate_lightning.sessions import offloading
+from hiremate_lightning.testing import captured_count, plans, session_of
 from hiremate_lightning.units import format_bytes
 from tests.exact import network, take_steps
 from tests.life import (
@@ -25,7 +26,6 @@ from tests.life import (
     only_plan,
     planned,
     recorded,
-    session_of,
     step,
     warm_up,
 )
@@ -66,7 +66,7 @@ def test_a_changed_budget_plans_anew_without_capturing():
     assert after.planned_peak_bytes < before.planned_peak_bytes
     hiremate(model, "100%", verbose=False)
     whole = get_plan(model)
-    assert session_of(model).captured_count == 1
+    assert captured_count(model) == 1
     assert whole.predicted_overhead == 0
     masks_bytes = 3 * ROWS * WIDTH  # of three dropouts: booleans, where plain PyTorch saves numbers of four bytes
     assert whole.unplanned_peak_bytes - whole.planned_peak_bytes == 3 * masks_bytes
@@ -90,7 +90,7 @@ def two_signatures() -> tuple[nn.Module, int]:
     warm_up(model, steps=4, rows=MANY)
     small_bytes = get_plan(model).unplanned_peak_bytes
     warm_up(model, steps=4, rows=8 * MANY)
-    assert len(session_of(model).plans) == 2
+    assert len(plans(model)) == 2
     return model, small_bytes
 
 
@@ -290,7 +290,7 @@ def test_a_share_holds_beside_a_part_that_cannot_shrink():
 
     model = hiremate(breaks(), "70%", verbose=False)
     plan = take_steps(model, lambda _: torch.randn(512, WIDTH), 3, loss_of=lambda loss: loss, clears="end")
-    assert session_of(model).captured_count == 2
+    assert captured_count(model) == 2
     assert plan.planned_peak_bytes <= plan.budget_bytes < plan.unplanned_peak_bytes
 
 

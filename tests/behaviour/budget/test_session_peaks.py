@@ -14,8 +14,9 @@ from hiremate_lightning import HiRemateWarning, Plan, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions import planned as planning
 from hiremate_lightning.sessions.planned import CORRECTIONS
+from hiremate_lightning.testing import end_step, session_of
 from tests.exact import assert_foreseen, take_steps
-from tests.life import ROWS, WIDTH, batch, only_plan, planned, recorded, session_of, step, warm_up
+from tests.life import ROWS, WIDTH, batch, only_plan, planned, recorded, step, warm_up
 
 
 def test_a_step_of_the_old_plan_does_not_measure_the_new_one():
@@ -105,7 +106,7 @@ def test_the_measured_peak_is_near_the_prediction():
     assert parts["parameters"] >= sum(p.nbytes for p in model.parameters())
     assert parts["batch"] > 0
     model.zero_grad()
-    session_of(model).end_step()
+    end_step(model)
     state = [v for s in optimizer.state.values() for v in s.values()]
     x = batch(0, 4 * ROWS)
     resident = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *state, x))

@@ -16,7 +16,7 @@ from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hirem
 from hiremate_lightning.measuring.resident import BESIDE
 from hiremate_lightning.measuring.resident_memory import held_by
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import is_eager, session_of
 from tests.exact import assert_foreseen, differing, leave_behind, quiet
 
 ROWS, WIDTH = 512, 32
@@ -113,7 +113,7 @@ def test_what_waiting_graphs_hold_counts(make, loop, share):
     """So does what lies beside them: values that losses have saved, and weights that a script has made."""
     model, peaks, logs = plainly_and_planned(make, loop, share)
     assert not differing(logs[1], logs[0])
-    plans = targets_of(model).session.plans
+    plans = session_of(model).plans
     found = max(plan.measured.peak_bytes or 0 for plan in plans.values())
     budget_bytes = get_plan(model).budget_bytes
     assert found <= budget_bytes
@@ -141,7 +141,7 @@ def with_heavy_losses(model: nn.Module, index: int) -> None:
 
 def test_what_losses_save_beside_waiting_graphs_counts_once():
     model, peaks, _ = plainly_and_planned(make_pair, with_heavy_losses, 0.97)
-    plans = targets_of(model).session.plans.values()
+    plans = session_of(model).plans.values()
     resident = sum(p.nbytes for p in model["one"].parameters())
     found = max(plan.measured.peak_bytes for plan in plans)
     assert peaks[1] == pytest.approx(found, abs=ROWS * 8)  # the first task's target
@@ -203,7 +203,7 @@ def retained(model: nn.Module, index: int) -> None:
 def parts_met_by(act: Callable[[nn.Module, int], None]) -> list[dict[str, int]]:
     """Train plain, and within 85 % of its peak, which a plan has met; return the resident parts of all plans."""
     model, peaks, _ = plainly_and_planned(make_pair, act, 0.85)
-    plans = list(targets_of(model).session.plans.values())
+    plans = list(session_of(model).plans.values())
     assert max(plan.measured.peak_bytes for plan in plans) == pytest.approx(peaks[1], abs=1024)
     return [dict(plan.resident_parts) for plan in plans]
 
@@ -233,7 +233,7 @@ def test_inputs_that_a_waiting_graph_holds_count():
         kept.append(x.nbytes)
         del x
         model["other"](draw(index + 100, ROWS, WIDTH)).square().mean().backward()
-        session = targets_of(model).session
+        session = session_of(model)
         held = {t.untyped_storage()._cdata: t.nbytes for s in session.model.parts.waiting() for t in held_by([s[1]])}
         assert kept[-1] in held.values()
         waiting.backward()
@@ -247,7 +247,7 @@ def test_what_is_retained_counts_again_where_it_has_grown():
         torch.autograd.grad(output.square().mean(), list(model["one"].parameters()), retain_graph=True)
         model["other"](draw(index + 100, ROWS, WIDTH)).square().mean().backward()
         if index > 8:
-            parts = targets_of(model).session.plans[1,].resident_parts
+            parts = session_of(model).plans[1,].resident_parts
             found.append(dict(parts).get("graphs retained for another backward", 0))
         del output
     assert found[-1] > 3 * found[-2] > 0, found
@@ -275,7 +275,7 @@ def test_a_dropped_forward_that_ran_by_a_plan_will_hold_less():
         pictures = model(draw(index, 4 * ROWS, 64))
         if index % 2 == 0:
             pictures.square().mean().backward()
-    (plan,) = (plan for kind, plan in targets_of(model).session.plans.items() if len(kind) == 2)
+    (plan,) = (plan for kind, plan in session_of(model).plans.items() if len(kind) == 2)
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.01)
     assert plan.planned_peak_bytes <= plan.budget_bytes
 
@@ -285,7 +285,7 @@ def test_capturing_resumes_after_an_unplanned_retained_graph():
     model, plain = hiremate(make_net(), "1 GiB", verbose=False), []
     for rows in (512, 512, 512, 256, 384):
         loss = model(draw(rows, rows, WIDTH)).square().mean()
-        plain.append(targets_of(model).session.is_eager)
+        plain.append(is_eager(model))
         loss.backward(retain_graph=True)
     assert plain == [False, False, False, True, False]
 

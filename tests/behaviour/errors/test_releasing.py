@@ -13,7 +13,7 @@ from torch import nn
 from hiremate_lightning import hiremate
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.signatures.step_signature import StepSignature
-from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import session_of
 from tests.exact import differing, leave_behind, quiet
 
 SETTLED = 6  # steps until one runs as its plan decides: captured, measured and timed ones come first
@@ -64,7 +64,7 @@ def settle(budget: str, sizes: Sequence[int], is_compared: bool = True, eager_by
         model, log = make(), []
         if is_planned:
             hiremate(model, budget, verbose=False, on_infeasible="warn")
-            session = targets_of(model).session
+            session = session_of(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with quiet():
             for index, rows in enumerate(sizes):

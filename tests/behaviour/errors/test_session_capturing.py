@@ -14,6 +14,7 @@ from torch import nn
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.sessions.messages import CAPTURES
 from hiremate_lightning.targets import entry_points
+from hiremate_lightning.testing import captured_count, session_of
 from hiremate_lightning.torch_private import dynamo
 from tests.exact import assert_same, network, quiet
 from tests.life import (
@@ -25,7 +26,6 @@ from tests.life import (
     make,
     planned,
     recorded,
-    session_of,
     step,
     warm_up,
 )
@@ -58,7 +58,7 @@ def test_an_attribute_set_in_the_first_call_costs_no_new_trace(also, graphs):
         torch.manual_seed(index)
         assert torch.equal(step(model, index), expected)
         assert all(map(torch.equal, gradients(model), gradients(plain)))
-    assert session_of(model).captured_count == 2
+    assert captured_count(model) == 2
     assert session_of(model).model.parts.count == graphs
 
 
@@ -88,7 +88,7 @@ def test_a_changing_number_is_captured_once_more_or_warned_of(use, captured):
                 model.weight = 1 + index / 10
                 step(model, index)
             assert_same(gradients(planned), gradients(plain))
-    assert session_of(planned).captured_count == captured
+    assert captured_count(planned) == captured
     assert len([text for text in said if "captured code again in each of 8" in text]) == (captured > 2)
 
 
@@ -141,7 +141,7 @@ def test_graph_breaks_of_another_model_are_not_counted():
     for index in range(8):
         model.zero_grad()
         model(batch(index), index < 4).square().mean().backward()  # a warning would be an error
-    assert session_of(model).captured_count == 2
+    assert captured_count(model) == 2
 
 
 def test_what_was_compiled_goes_with_its_model():

@@ -29,6 +29,7 @@ from hiremate_lightning import (
 )
 from hiremate_lightning.sessions import graph_programs
 from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import captured_count, runs, session_of
 from hiremate_lightning.torch_private import hooks
 from tests.exact import assert_same, network, quiet, take_steps
 from tests.life import recorded
@@ -270,7 +271,7 @@ def test_what_is_called_alone_and_in_a_plan_is_planned_in_both(call):
     model, counts = hiremate(copy.deepcopy(plain), "100%", verbose=False), [0]
     for _ in range(3):
         trained_alike(plain, model, [batch()], call)
-        counts.append(targets_of(model).session.runs)
+        counts.append(runs(model))
     assert counts == [0, 2, 4, 6]
 
 
@@ -309,7 +310,7 @@ def test_a_part_of_what_was_called_is_known_to_be_planned():
         with pytest.raises(ConfigurationError, match="planned already"):
             hiremate(nn.Sequential(model.encoder, nn.Linear(32, 4)), "50%", verbose=False)
     hiremate(model.encoder, "90%")
-    assert targets_of(model).session.options.budget.share == 0.9
+    assert session_of(model).options.budget.share == 0.9
 
 
 @pytest.mark.parametrize(
@@ -345,7 +346,7 @@ def test_a_second_request_may_repeat_or_name_an_optimizer():
     hiremate(model, "100%", **first)
     hiremate(model, "90%", **first)
     hiremate(model, "80%", optimizer=optimizer, verbose=False)
-    session = targets_of(model).session
+    session = session_of(model)
     assert session.options.solver == "segments"
     assert session.reporter.is_silent
     train(model, steps=2)
@@ -397,7 +398,7 @@ def test_calls_without_gradients_are_not_planned():
     model = hiremate(Net(), "60%", verbose=False)
     with torch.no_grad():
         model(batch())
-    assert targets_of(model).session.captured_count == 0
+    assert captured_count(model) == 0
     x = batch()
     model.eval()
     with torch.no_grad():
@@ -450,7 +451,7 @@ def test_steps_in_eval_mode_cause_one_warning(recwarn):
     take_steps(model, lambda _: batch(), 3, optimizer=optimizer, clears="never")
 
     assert ["eval mode: such calls are not planned" in str(w.message) for w in recwarn] == [True]
-    assert targets_of(model).session.captured_count == 0
+    assert captured_count(model) == 0
 
 
 class Disabled(nn.Linear):
@@ -629,7 +630,7 @@ class EndsRecurrent(InSequence):
 
 def test_no_step_is_given_up_where_graphs_end_at_other_sizes(monkeypatch):
     model, abandoned = hiremate(EndsRecurrent(), "64 MiB", verbose=False), []
-    session = targets_of(model).session
+    session = session_of(model)
     abandon = session.abandon_step
     monkeypatch.setattr(session, "abandon_step", lambda: (abandoned.append(rows), abandon()))
     with quiet():

@@ -11,7 +11,7 @@ from torch import nn
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.signatures.limits import CLEARLY_RISEN
-from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import session_of
 from tests.exact import adamw, drawn, loop_of, network, square_error, train_both
 
 WIDTH, ROWS, DEPTH, MICRO = 128, 4, 4, 3
@@ -221,7 +221,7 @@ def in_parts(self, x: torch.Tensor) -> torch.Tensor:
 def test_a_plan_stays_where_an_optimizer_made_its_state_since():
     model, solutions = in_parts(), []
     hiremate(model, "75%", verbose=False, time_limit_s=2)
-    targets_of(model).session.listeners.append(lambda plan: solutions.append(plan.solution))
+    session_of(model).listeners.append(lambda plan: solutions.append(plan.solution))
     loop()(model)  # planned from the second micro-batch on, which has gradients; the fourth has the state and none
     assert len(solutions) > MICRO
     assert all(solution is solutions[0] for solution in solutions)
@@ -231,7 +231,7 @@ def train_with_gradients_that_stay(budget):
     """Give each plan of a few steps whose gradients are zeroed, not freed."""
     model, plans = wide(), []
     hiremate(model, budget, verbose=False, time_limit_s=2)
-    targets_of(model).session.listeners.append(plans.append)
+    session_of(model).listeners.append(plans.append)
     optimizer = torch.optim.AdamW(model.parameters())
     for index in range(5):
         micro_batch(model, batch(index).repeat(16, 1))

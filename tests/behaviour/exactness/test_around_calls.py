@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from hiremate_lightning import CaptureError, ConfigurationError, HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import captured_count, end_step, session_of
 from tests.exact import (
     TORCH,
     Log,
@@ -70,7 +71,7 @@ def train_in_the_backward(model: nn.Module, steps: int = 6) -> list[torch.Tensor
 
 def test_optimizers_stepping_in_the_backward_leave_no_profiler():
     model = planned_alike(layers(), train_in_the_backward, "70%")
-    targets_of(model).session.end_step()
+    end_step(model)
     assert not is_profiled()
     plan = get_plan(model)
     assert plan.measured.peak_bytes is not None
@@ -174,7 +175,7 @@ def test_a_model_sharing_a_part_with_a_planned_one_is_refused():
     hiremate(first, "90%", verbose=False)
     with pytest.raises(ConfigurationError, match="it is planned already"):
         hiremate(second, "60%", verbose=False)
-    assert targets_of(first).session.options.budget.share == 0.9
+    assert session_of(first).options.budget.share == 0.9
 
 
 def test_a_model_without_shapes_is_refused():
@@ -311,9 +312,9 @@ def test_an_error_of_the_model_is_raised_and_the_plan_stays():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             model(torch.randn(8, WIDTH + 1))
-    runs = targets_of(model).session.runs
+    runs = session_of(model).runs
     gradients_of(model, steps=1)
-    assert targets_of(model).session.runs == runs + 1
+    assert session_of(model).runs == runs + 1
     assert get_plan(model).solution is plan.solution
 
 
@@ -333,7 +334,7 @@ def test_code_that_fails_in_tracing_is_eager_its_parts_planned():
 
 def runs_by_step(model: nn.Module, steps: int) -> list[int]:
     """Count the captured graphs that run in each step; what a step raises is passed over."""
-    session, counts = targets_of(model).session, []
+    session, counts = session_of(model), []
     for index in range(steps):
         before = session.runs
         with suppress(ArithmeticError, KeyboardInterrupt):
@@ -432,7 +433,7 @@ def test_tuples_without_a_length_are_captured_and_seen_to_change(recwarn):
         result = module(x)
         assert torch.equal(result, plain(x))
         result.sum().backward()
-    assert targets_of(module).session.captured_count == 2
+    assert captured_count(module) == 2
     assert not [str(w.message) for w in recwarn]
 
 
@@ -517,7 +518,7 @@ def test_calls_in_which_nothing_trains_leave_what_was_captured():
         for trains in (True, False):
             model.generator.requires_grad_(trains)
             model.critic(model(torch.randn(64, 8))).mean().backward()
-        captured.append(targets_of(model).session.captured_count)
+        captured.append(captured_count(model))
     assert captured[1:] == captured[:1] * 3
 
 
@@ -584,4 +585,4 @@ def test_new_calls_inside_a_backward_run_as_written():
     with pytest.warns(HiRemateWarning, match=r"loss that embeds a batch in parts \(GradCache\)") as caught:
         model = planned_alike(layers(), loop_of(loss_of, 4, torch.optim.SGD), "70%")
     assert len([w for w in caught if issubclass(w.category, HiRemateWarning)]) == 1
-    assert targets_of(model).session.captured_count == 0
+    assert captured_count(model) == 0

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.rewriting.assignments import _step, assign, assign_to_new
-from hiremate_lightning.targets.modules import targets_of
-from tests.exact import captured_by, drawn, network, simple_loop, train_both
+from tests.exact import captured_by, captured_graphs, drawn, network, simple_loop, train_both
 
 ROWS, WIDTH = 48, 32
 rows = drawn(ROWS, WIDTH)
@@ -219,7 +218,7 @@ def test_what_the_caller_laid_out_is_copied():
 
     module = hiremate(last(), "100%", verbose=False)
     module(rows(0)).sum().backward()
-    captured = targets_of(module).session.model.parts.all[0].captured
+    captured = captured_graphs(module)[0]
     assert not [node for node in captured.overwrites if node.target is assign]
     train_both(last, simple_loop(rows, loss_of=lambda y: y.sum()), "100%")
     train_both(last, simple_loop(rows, loss_of=lambda y: (y.t().contiguous() ** 3).sum()), "100%")

@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid, normalize
 
 from hiremate_lightning import get_plan
 from hiremate_lightning.capturing import backend
-from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import captured_count
 from tests.exact import drawn, network, planned_alike, simple_loop
 
 ROWS, WIDTH = 64, 48
@@ -90,7 +90,7 @@ def trained_exactly(make: Callable[[], nn.Module]) -> nn.Module:
 @pytest.mark.parametrize("second", [once, many], ids=lambda f: f.__name__)
 def test_gradients_of_a_value_that_several_parts_read_are_exact(first, second, planning_log):
     model = trained_exactly(lambda: read(first, second))
-    assert targets_of(model).session.captured_count == 3
+    assert captured_count(model) == 3
     assert get_plan(model) is not None
     assert planning_log.of("tracing")
     is_known = second is many and first in (once, many, twice_by_one_operator, by_a_sum_before)
@@ -117,7 +117,7 @@ def gated(self, x: torch.Tensor) -> torch.Tensor:
 
 def test_views_read_in_several_parts_are_traced_with_their_sizes(recwarn):
     model = trained_exactly(gated)
-    assert targets_of(model).session.captured_count == 2
+    assert captured_count(model) == 2
     assert not [str(w.message) for w in recwarn]
 
 
@@ -171,7 +171,7 @@ def residual(self, x: torch.Tensor) -> torch.Tensor:
 
 def test_a_part_captured_for_a_leaf_is_exact_for_computed_values():
     model = trained_exactly(residual)
-    assert targets_of(model).session.captured_count < 6
+    assert captured_count(model) < 6
 
 
 def test_gradients_of_a_leaf_that_is_no_parameter_are_exact():

@@ -6,7 +6,7 @@ import pytest
 
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.planning.solvers import Problem, SolveOptions, smallest_budget
-from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import captured_count
 from tests.exact import differing
 from tests.models import EVERY_MODEL
 from tests.training import build, train
@@ -62,5 +62,5 @@ def test_two_budgets_share_one_captured_step():
     assert not differing(found, expected)
     assert planned_peaks[1] < planned_peaks[0]
     assert peaks[4] <= get_plan(model.module).budget_bytes
-    assert targets_of(model.module).session.captured_count == 1
+    assert captured_count(model.module) == 1
     remove_hiremate(model.module)

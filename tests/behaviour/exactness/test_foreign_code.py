@@ -15,7 +15,7 @@ from torch import nn
 
 from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.backend import OPAQUE
-from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import session_of
 from tests.exact import captured_by, drawn, network, planned_alike, simple_loop, take_steps, train_both
 
 ROWS, SIZE = 32, 16
@@ -47,7 +47,7 @@ def train_scaled(make_factor) -> None:
 def captured_count(factor) -> int:
     model = hiremate(scaled(factor), "100%", verbose=False)
     take_steps(model, batch, 2, clears="never")
-    return targets_of(model).session.captured_count
+    return session_of(model).captured_count
 
 
 # ---------------------------------------------------------------- questions
@@ -139,7 +139,7 @@ def test_a_model_of_transformers_is_one_graph():
     ids = torch.arange(20).view(2, 10)
     for _ in range(2):
         model(ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
-    assert targets_of(model).session.captured_count == 1
+    assert session_of(model).captured_count == 1
 
 
 # ---------------------------------------------------------------- caches and NumPy
@@ -215,4 +215,4 @@ def test_an_opaque_function_is_captured_with_what_surrounds_it(monkeypatch):
         return torch.tanh(module.einsum("bi,io->bo", torch.tanh(x), self.weight))
 
     planned = planned_alike(contracting(), simple_loop(drawn(16, 8)), "100%")
-    assert targets_of(planned).session.captured_count == 1
+    assert session_of(planned).captured_count == 1

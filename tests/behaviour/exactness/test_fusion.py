@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from hiremate_lightning import ConfigurationError, HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.integrations import compile_backend
-from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import session_of
 from hiremate_lightning.torch_private import inductor
 from tests.exact import assert_foreseen, loop_of, network, take_steps
 from tests.trainers import Squared, quiet_trainer
@@ -91,7 +91,7 @@ def planned(model, budget, **options):
 
 
 def kernels_of(model):
-    kernels = targets_of(model).session.model.kernels
+    kernels = session_of(model).model.kernels
     return list(kernels._known.values())
 
 

@@ -27,9 +27,8 @@ from hiremate_lightning.rewriting import assignments, casts, kernels, losses, no
 from hiremate_lightning.rewriting.overwriting import Finish
 from hiremate_lightning.running import program
 from hiremate_lightning.sessions import session
-from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import captured_code, hacks
-from tests.exact import TORCH, Log, differing, drawn, network, planned_alike, simple_loop, table_of, take_steps
+from tests.exact import TORCH, Log, differing, drawn, network, planned_alike, proved, simple_loop, table_of, take_steps
 from tests.faults import change_absences, change_captures
 
 WIDTH = 8
@@ -52,8 +51,7 @@ def train(make: Callable[[], nn.Module], is_planned: bool, **options: Any) -> tu
             hiremate(module, options.pop("budget", "1 GiB"), verbose=False, on_infeasible="warn", **options)
         torch.manual_seed(2)
         log = simple_loop(rows, steps=3)(module)
-    targets = targets_of(module)
-    words = targets.session.model.proofs.words() if targets is not None else ""
+    words = proved(module) if is_planned else ""
     return log, words, [str(w.message) for w in caught if issubclass(w.category, HiRemateWarning)]
 
 
@@ -191,7 +189,7 @@ def test_a_proof_keeps_the_first_step_within_its_budget(monkeypatch, share):
     budget = resident + int(share * added)
     hiremate(module, budget, verbose=False)
     peaks.append(measure_peak(lambda: module(batch).sum().backward()))
-    assert targets_of(module).session.model.proofs.words() == "forward 1 of 1 graph, gradients 1 of 1"
+    assert proved(module) == "forward 1 of 1 graph, gradients 1 of 1"
     assert len(peaks) == 3  # as it was written, as captured; and the step itself
     assert resident + max(peaks) <= budget, f"{peaks} beside {resident:,} of {budget:,} bytes"
 
@@ -207,7 +205,7 @@ def test_code_that_takes_gradients_by_itself_is_proved():
 
     module = hiremate(penalty(), "70%", verbose=False)
     module(torch.randn(2048, 64)).backward()
-    words = targets_of(module).session.model.proofs.words()
+    words = proved(module)
     assert re.fullmatch(r"forward (\d) of \1 graphs?, gradients (\d) of \2", words), words
 
 
@@ -222,7 +220,7 @@ def test_code_inside_of_vmap_is_proved_in_little_memory():
     layer = written(lambda self, y: torch.vmap(lambda row: self.norm(row).tanh())(y), norm=nn.LayerNorm(WIDTH))
     plain = nn.Sequential(*(copy.deepcopy(layer) for _ in range(4)))
     found = planned_alike(plain, gradients_of_ones, "60%")
-    assert targets_of(found).session.model.proofs.words() == "forward 1 of 1 graph, gradients 1 of 1"
+    assert proved(found) == "forward 1 of 1 graph, gradients 1 of 1"
 
 
 @pytest.mark.parametrize("budget", ["60%", "30%"])
@@ -477,7 +475,7 @@ def test_each_kind_of_backward_is_proved_once(planning_log):
         counts.append(len(planning_log.of("proving")))
         sum(results[i].sum() for i in used).backward()
     assert counts == [1, 1, 2, 2, 3, 3, 3, 3]
-    assert targets_of(module).session.model.proofs.words() == "forward 1 of 1 graph, gradients 1 of 1"
+    assert proved(module) == "forward 1 of 1 graph, gradients 1 of 1"
 
 
 def test_a_backward_that_was_not_proved_yet_is_not_called_proved():
@@ -485,7 +483,7 @@ def test_a_backward_that_was_not_proved_yet_is_not_called_proved():
     words = []
     for index in range(2):
         module(rows(index))[0].sum().backward()
-        words.append(targets_of(module).session.model.proofs.words())
+        words.append(proved(module))
     why = "; not more, since other gradients came than were proved, and that code has not run again since"
     assert words == [f"forward 1 of 1 graph, gradients 0 of 1{why}", "forward 1 of 1 graph, gradients 1 of 1"]
 

@@ -16,6 +16,7 @@ from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.errors import CaptureError, HiRemateError
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import session_of
 from tests.exact import Log, assert_same, leave_behind, network, take_steps, train_both
 from tests.life import (
     MANY,
@@ -26,7 +27,6 @@ from tests.life import (
     make,
     planned,
     recorded,
-    session_of,
     step,
     warm_up,
 )

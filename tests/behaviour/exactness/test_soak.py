@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import session_of
 from tests.exact import quiet
 
 SIZES = (96, 128, 160, 192)
@@ -53,7 +53,7 @@ def test_changing_shapes_fill_no_memory_and_keep_to_max_plans(steps):
     with quiet():
         hiremate(model, "90%", max_plans=MAX_PLANS, on_infeasible="warn", verbose=False)
         half, end = soak(model, steps, (steps // 2, steps - 1))
-    session = targets_of(model).session
+    session = session_of(model)
     assert 1 <= len(session.plans) <= min(MAX_PLANS, session.captured_count)
     assert session.captured_count <= len(SIZES) + 2, "two sizes are captured before Dynamo takes them for symbols"
     assert end <= half, f"{end - half:,} bytes more after {steps} steps than after half of them"

@@ -12,10 +12,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import autocasting, captured_code
 from hiremate_lightning.units import parse_budget
-from tests.exact import simple_loop, square_error, take_steps, train_both
+from tests.exact import proved, simple_loop, square_error, take_steps, train_both
 
 ROWS, SIZE, BLOCKS = 256, 32, 4
 SAID = "calls torch.utils.checkpoint, in whose place the plan decides what runs again. A step adds"
@@ -120,7 +119,7 @@ def test_gradients_behind_a_dropout_are_proved(block):
     model, x = _net(block), torch.randn(ROWS, SIZE)
     hiremate(model, "1 GiB", verbose=False)
     square_error(model(x)).backward()
-    assert targets_of(model).session.model.proofs.words() == "forward 1 of 1 graph, gradients 1 of 1"
+    assert proved(model) == "forward 1 of 1 graph, gradients 1 of 1"
 
 
 class _Entering(_Block):

@@ -25,6 +25,7 @@ from hiremate_lightning import (
     remove_hiremate,
 )
 from hiremate_lightning.targets.compiled import _sessions
+from hiremate_lightning.testing import plans
 from tests.exact import assert_same, network
 from tests.loops import assert_within_budget
 from tests.processes import run_python
@@ -235,7 +236,7 @@ def test_a_model_of_another_kind_inherits_no_session_of_one_gone():
     for depth in (1, 2):
         model = chain(depth)
         train(compiled(model), model, rows=(ROWS,) * 2)
-        assert len(session_of(model).plans) == 1
+        assert len(plans(model)) == 1
         gone = weakref.ref(model)
         del model
         gc.collect()

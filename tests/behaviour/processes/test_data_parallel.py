@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from hiremate_lightning import hiremate, remove_hiremate
-from hiremate_lightning.testing import is_from_other_sizes, session_of
+from hiremate_lightning.testing import captured_count, is_from_other_sizes
 from tests.exact import drawn, simple_loop, train_both
 
 WIDTH = 128
@@ -79,7 +79,7 @@ def test_new_sizes_of_a_replicated_model_are_not_traced():
     model = hiremate(DistributedDataParallel(Blocks()), "55%", verbose=False)
     for index in range(len(sizes)):
         model(rows(index)).square().mean().backward()
-        seen.append((is_from_other_sizes(model), session_of(model).captured_count))
+        seen.append((is_from_other_sizes(model), captured_count(model)))
         model.zero_grad()
     assert all(is_made for is_made, _ in seen[4:])
     assert len({count for _, count in seen[4:]}) == 1

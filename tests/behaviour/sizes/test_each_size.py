@@ -13,8 +13,8 @@ from torch import nn
 
 from hiremate_lightning import hiremate, remove_hiremate
 from hiremate_lightning.capturing import backend
-from hiremate_lightning.testing import session_of
-from tests.exact import network, simple_loop, train_both
+from hiremate_lightning.testing import captured_count, plans, session_of
+from tests.exact import captured_graphs, network, simple_loop, train_both
 from tests.faults import change_captures
 from tests.life import recorded
 
@@ -100,12 +100,10 @@ def test_traces_of_sizes_that_come_no_more_are_dropped(change_thresholds, traced
             module(x).sum().backward()
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
     gc.collect()
-    session = session_of(model)
-    assert session.captured_count == 9
+    assert captured_count(model) == 9
     assert len(traced()) == 7, "7 came again when it had been dropped"
-    assert len(session.model.parts.all) <= 2 + 2 + len(session.plans), (
-        "the first two, the last two, and what is planned"
-    )
+    most = 2 + 2 + len(plans(model))  # the first two, the last two, and those with a plan
+    assert len(captured_graphs(model)) <= most
     remove_hiremate(model)
 
 
@@ -165,7 +163,7 @@ def test_interpolated_images_keep_symbolic_sizes(captures, traced):
     model = hiremate(zooming(), "100%", verbose=False)
     for height, width in ((8, 16), (12, 24), (16, 12), (20, 8)):
         model(torch.randn(2, 3, height, width)).sum().backward()
-    graphs = [part.captured for part in session_of(model).model.parts.all]
+    graphs = captured_graphs(model)
     assert (len(graphs), len(captures()), len(traced())) == (4, 3, 2)
     assert [graphs[0].graph.difference(other.graph) for other in graphs] == [None] * 4
 

@@ -12,7 +12,8 @@ from hiremate_lightning import ConfigurationError, InfeasibleBudgetError, get_pl
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.planning.headroom import GUARD_BYTES
 from hiremate_lightning.planning.planner import make_options
-from tests.life import recorded, session_of
+from hiremate_lightning.testing import captured_count, session_of
+from tests.life import recorded
 
 WIDTH, ROWS, SHORT, LONG = 24, 2, 40, 3200
 NAMED = {"words": {1: (1, LONG)}}
@@ -71,13 +72,13 @@ def reader(budget="75%", breaks: bool = False, kind: type[Reader] = Reader, **op
 def test_the_first_step_of_the_largest_size_has_its_own_plan(breaks: bool):
     model = reader(breaks=breaks)
     found = train(model, SHORT, SHORT + 1)
-    captured = session_of(model).captured_count
+    captured = captured_count(model)
     ahead = max(session_of(model).plans.values(), key=lambda plan: plan.unplanned_peak_bytes)
     assert ahead.solution.recompute_ms > 0
 
     found += train(model, LONG, LONG)
 
-    assert session_of(model).captured_count == captured
+    assert captured_count(model) == captured
     plan = get_plan(model)
     assert plan.solution is ahead.solution
     assert plan.planned_peak_bytes - GUARD_BYTES < plan.measured.peak_bytes <= plan.budget_bytes
@@ -109,7 +110,7 @@ def test_a_mark_on_a_tensor_names_its_sizes():
     model, batch = reader(sizes=None), batch_of(SHORT)
     torch._dynamo.mark_dynamic(batch["words"], 1, min=1, max=LONG)
     model(**batch).square().mean().backward()
-    assert session_of(model).captured_count == 2
+    assert captured_count(model) == 2
 
 
 def test_a_mark_names_sizes_for_the_backend():
@@ -203,6 +204,6 @@ def test_keys_of_a_batch_are_names():
     """The callback takes sizes too."""
     model = reader(kind=OfBatches)
     model(batch_of(SHORT)).square().mean().backward()
-    assert session_of(model).captured_count == 2
+    assert captured_count(model) == 2
     (named,) = HiRemateCallback("1 GiB", sizes=NAMED).options.sizes
     assert (named.argument, named.dimension, named.least, named.most) == ("words", 1, 1, LONG)

@@ -8,7 +8,7 @@ import torch
 from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError
 from hiremate_lightning.records.expressions import SizesDifferError
 from hiremate_lightning.sessions import offloading
-from hiremate_lightning.testing import is_from_other_sizes, session_of, step_under_way
+from hiremate_lightning.testing import is_from_other_sizes, plans, session_of, step_under_way
 from tests.behaviour.sizes.test_made_code import FIRST, LONG, SHORT, Training, budget_of, train_alike, trainings
 from tests.exact import Log, differing
 
@@ -45,7 +45,7 @@ def test_larger_sizes_run_by_decisions_made_once(planning_log):
         assert step_under_way(planned.model).ways == ("plan of another step",)
         assert planned.peak_bytes <= added_bytes
     assert len(planning_log.of("planning")) == rungs_of(planned) == 1
-    assert len(session_of(planned.model).plans) == 1  # no size got one of its own
+    assert len(plans(planned.model)) == 1  # no size got one of its own
 
 
 def test_beyond_max_plans_larger_sizes_run_at_the_least_memory(planning_log):
@@ -94,4 +94,4 @@ def test_a_plan_is_dropped_if_its_programs_can_not_be_made(monkeypatch: pytest.M
         train_alike(plain, planned, LONGEST)
         assert is_from_other_sizes(planned.model)
     assert refused == [1]
-    assert len(session_of(planned.model).plans) == 1
+    assert len(plans(planned.model)) == 1

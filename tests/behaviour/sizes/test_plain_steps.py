@@ -24,7 +24,7 @@ from hiremate_lightning.signatures.eager_predictions import (
     SavedTensors,
 )
 from hiremate_lightning.signatures.step_signature import EAGER_TRIES, StepSignature
-from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import captured_count
 from tests.behaviour.sizes.test_saved_offload import budget_of
 from tests.exact import network, simple_loop, take_steps, train_both
 from tests.tiny import Builder
@@ -224,7 +224,7 @@ def test_new_sizes_that_fit_capture_nothing_and_are_exact():
             model(batch).square().mean().backward()
 
         assert measure_peak(train) + resident_bytes <= budget + 2**16
-        counts.append(targets_of(model).session.captured_count)
+        counts.append(captured_count(model))
     assert len(set(counts)) == 1
 
 
@@ -247,4 +247,4 @@ def test_sizes_of_tensors_that_objects_hold_are_seen():
     take_steps(
         model, lambda step: Sentence(lengths_of(step)), 12, loss_of=lambda y: y.words.square().mean(), clears="end"
     )
-    assert targets_of(model).session.captured_count < 4
+    assert captured_count(model) < 4

@@ -15,9 +15,8 @@ from hiremate_lightning.planning.planner import make_options
 from hiremate_lightning.sessions import offloading
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.signatures.eager_predictions import SavedTensors
-from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.targets.training_step import StepTarget
-from hiremate_lightning.testing import session_of
+from hiremate_lightning.testing import captured_count, session_of
 from tests.exact import simple_loop, take_steps, train_both
 
 pytestmark = pytest.mark.usefixtures("without_made_code")
@@ -68,7 +67,7 @@ def ways(model: nn.Module) -> list[str]:
     found = []
     for step in range(len(LENGTHS)):
         train(model, step)
-        found.append(way_of(targets_of(model).session))
+        found.append(way_of(session_of(model)))
     return found
 
 
@@ -86,10 +85,10 @@ def test_training_is_exact_and_nothing_more_is_captured(make):
     model = hiremate(make(), budget, verbose=False)
     for step in range(len(LENGTHS)):
         added.append(measure_peak(lambda step=step: train(model, step)))
-        found.append(way_of(targets_of(model).session))
+        found.append(way_of(session_of(model)))
         assert step == 0 or make is not Net or added[-1] + get_plan(model).resident_bytes <= budget + 2**16
     assert [found[step] for step in (1, 2, 3, 4, 6)] == ["plain", "offloaded", "plain", "offloaded", "offloaded"]
-    assert targets_of(model).session.captured_count == 1
+    assert captured_count(model) == 1
 
 
 def test_files_are_used_again_until_steps_run_by_plans(change_thresholds):

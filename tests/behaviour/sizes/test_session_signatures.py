@@ -12,7 +12,7 @@ from torch import nn
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.signatures import recorded_step
-from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import is_eager, plans, session_of
 from hiremate_lightning.torch_private import hooks
 from tests.exact import assert_same, network, quiet
 from tests.life import (
@@ -25,7 +25,6 @@ from tests.life import (
     gradients,
     planned,
     recorded,
-    session_of,
     step,
     warm_up,
 )
@@ -37,7 +36,7 @@ def test_new_batch_sizes_do_not_merge_a_plan_again(monkeypatch):
         if index == 2:  # the first two of these sizes are captured
             monkeypatch.setattr(recorded_step, "merge", lambda *arguments: (merged.append(1), merge(*arguments))[1])
         step(model, index, rows=MANY // (2 + index))
-    assert session_of(model).is_eager
+    assert is_eager(model)
     assert not merged
 
 
@@ -59,7 +58,7 @@ def test_max_plans_is_announced_once(steps_before):
     with recorded() as said:
         for index in range(6):
             step(model, index, rows=2 * ROWS)
-    assert len(session_of(model).plans) == 1
+    assert len(plans(model)) == 1
     assert len([text for text in said if "max_plans" in text]) == 1
 
 
@@ -75,7 +74,7 @@ def test_a_step_of_other_code_is_not_taken_for_another_size():
     for index in range(8):
         model.zero_grad()
         model(batch(index), index < 4)[0].square().mean().backward()
-    assert len(session_of(model).plans) == 2
+    assert len(plans(model)) == 2
 
 
 @pytest.mark.usefixtures("_captures_all")
@@ -86,7 +85,7 @@ def test_sizes_without_a_plan_stay_exact_and_within_the_budget():
     def act(model):
         losses = [step(model, index, count) for index, count in enumerate(rows)]
         if get_plan(model) is not None:
-            peaks = [plan.measured.peak_bytes for plan in session_of(model).plans.values()]
+            peaks = [plan.measured.peak_bytes for plan in plans(model)]
             assert len(peaks) == 1, "all other sizes run by the plan of the largest"
             assert all(peak <= budget for peak in peaks), peaks
         return [*losses, *gradients(model)]
@@ -129,7 +128,7 @@ def test_an_epoch_is_not_measured_for_its_last_batch():
     )
     for _ in range(2):
         step(model, rows=ROWS - 8)
-    assert len(session_of(model).plans) == 2
+    assert len(plans(model)) == 2
 
 
 def test_a_first_step_above_its_budget_is_announced_once():
@@ -137,7 +136,7 @@ def test_a_first_step_above_its_budget_is_announced_once():
     with recorded() as said:
         for index in range(3):
             step(model, index)
-        session = targets_of(model).session
+        session = session_of(model)
         planned_signatures, history = session.planned, session.model.history
         (signature,) = history.planned
         planned_signatures.warn_of_first_step(signature, signature.plan.budget_bytes + 2**20)
@@ -259,7 +258,7 @@ def test_steps_that_leave_out_layers_stay_within_the_budget(is_share):
     with recorded() as said:
         model, counts, peaks, found = train_leaving_out("60%" if is_share else int(0.6 * max(plain)))
     assert_same(found, expected)
-    (budget_bytes,) = {plan.budget_bytes for plan in session_of(model).plans.values()}
+    (budget_bytes,) = {plan.budget_bytes for plan in plans(model)}
     known = [max(counts[:index], default=0) for index in range(len(counts))]
     over = [i for i, (peak, count) in enumerate(zip(peaks, counts, strict=True)) if peak > budget_bytes]
     assert all(counts[index] > known[index] for index in over), (over, counts)

@@ -28,9 +28,8 @@ from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.records.costs import Profile, estimate
 from hiremate_lightning.records.schedule import lower
 from hiremate_lightning.running.program import build
-from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import tensor_state
-from tests.exact import captured_by, network
+from tests.exact import captured_by, captured_graphs, network
 from tests.tiny import recompute_lazily
 
 CPU = torch.device("cpu")
@@ -58,7 +57,7 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def captured(model) -> Captured:
-    return targets_of(model).session.model.parts.all[0].captured
+    return captured_graphs(model)[0]
 
 
 @contextmanager
@@ -327,10 +326,10 @@ def test_what_chooses_by_a_mask_can_be_measured(function, masked):
 
     model, mask, announced = hiremate(chooses(), "100%", verbose=False), torch.arange(ROWS) < masked, []
     model(torch.randn(ROWS, WIDTH), mask, torch.randn(masked, WIDTH)).sum().backward()
-    parts = targets_of(model).session.model.parts.all
-    assert parts
-    for part in parts:
-        measure(part.captured, CostCache(), QUICK, warn=lambda *words: announced.append(words))
+    graphs = captured_graphs(model)
+    assert graphs
+    for captured in graphs:
+        measure(captured, CostCache(), QUICK, warn=lambda *words: announced.append(words))
     assert not announced
 
 

@@ -12,7 +12,7 @@ from hiremate_lightning.measuring.recorded_calls import calls_of
 from hiremate_lightning.measuring.recording import StepRecord
 from hiremate_lightning.measuring.resident import Resident
 from hiremate_lightning.records.step import HELD_TO_THE_END, Call
-from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import session_of
 from tests.exact import assert_foreseen, network
 
 ROWS, WIDTH = 256, 16
@@ -35,7 +35,7 @@ def record_of(step, make=Net) -> tuple[StepRecord, list[Call], list[int]]:
     torch.manual_seed(0)
     model = hiremate(make(), "100%", verbose=False)
     step(model)
-    session = targets_of(model).session
+    session = session_of(model)
     session.end_step()
     record = session.steps.ended.record
     return record, *calls_of(record)
@@ -274,7 +274,7 @@ def called(output, made):
 @pytest.mark.parametrize("holds", ["nothing", "a new tensor", "the outputs"])
 def test_outputs_of_the_step_before_are_seen_released(holds):
     model, made, output = hiremate(Net(), "100%", verbose=False), [], None
-    session = targets_of(model).session
+    session = session_of(model)
     for _ in range(2):
         held = output if holds == "the outputs" else None
         output = called(model.encoder(batch()), made if holds == "a new tensor" else None)

@@ -19,7 +19,7 @@ from hiremate_lightning import hiremate, remove_hiremate, torch_private
 from hiremate_lightning.command_line.without_device import CountingMeter
 from hiremate_lightning.measuring.saved_offload import LEAST_OFFLOAD, SavedOffload
 from hiremate_lightning.rewriting.straight_line import compiled
-from hiremate_lightning.testing import session_of
+from hiremate_lightning.testing import captured_count, session_of
 from hiremate_lightning.torch_private import (
     aot,
     autocasting,
@@ -592,7 +592,7 @@ def test_names_of_classes_end_no_graph():
 
     model = hiremate(asking(), "1 MiB", verbose=False)
     model(torch.randn(8, 8)).sum().backward()
-    assert session_of(model).captured_count == 1
+    assert captured_count(model) == 1
     assert not session_of(model).why_uncaptured()
     remove_hiremate(model)
 
