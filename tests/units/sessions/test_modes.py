@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
 
+from hiremate_lightning.measuring.resident import Resident
+from hiremate_lightning.planning.solvers import get_strategy
 from hiremate_lightning.sessions.modes import Eager, GivenBack, Offloaded, StepFacts, step_mode
-from hiremate_lightning.signatures.eager_predictions import Prediction, SavedTensors
+from hiremate_lightning.sessions.offloading import Offloading
+from hiremate_lightning.signatures.eager_predictions import EagerPredictions, Prediction, SavedTensors
+from hiremate_lightning.signatures.limits import Limits
+from hiremate_lightning.signatures.recorded_step import RecordedStep
+from hiremate_lightning.signatures.step_signature import StepSignature
+from tests.tiny import chain, plan_keeping
 
 IN_MEMORY, OFFLOADED = SavedTensors
+STEP = RecordedStep((), (), Resident(0, 0), get_strategy("portfolio"), Limits(is_share=False))
 
 
 def facts(
@@ -21,24 +29,20 @@ def facts(
     has_room: bool = True,
 ) -> StepFacts:
     """Return the facts of a step; `fits` is the fastest mode in which it fits without a plan, None for none."""
-    plan = SimpleNamespace(unplanned=SimpleNamespace(peak_bytes=10), solution=SimpleNamespace(keeps_all=True))
-    signature = SimpleNamespace(
-        own_plan=plan,
-        is_given_back=None,
-        gains_nothing=lambda eager_bytes, free_bytes: is_gainless,
-        saves_nothing=lambda eager_bytes, free_bytes: is_gainless,
-    )
-    predictions = SimpleNamespace(
-        called_like=lambda calls: [signature] if has_own_plan else [],
-        with_margin=lambda added_bytes: added_bytes,
-        predict=lambda calls, likely, room_bytes, saved: None if fits is None else Prediction(fits, 10, 10),
-    )
+    plan = plan_keeping(*chain(3), ["a0", "a1", "a2"] if is_gainless else [])
+    signature = StepSignature((0,), step=STEP, plan=plan.with_measured(step_ms=1.0))
+    predictions = create_autospec(EagerPredictions, instance=True)
+    predictions.called_like.return_value = [signature] if has_own_plan else []
+    predictions.with_margin.return_value = 0
+    predictions.predict.return_value = None if fits is None else Prediction(fits, 10, 10)
+    offloading = create_autospec(Offloading, instance=True)
+    offloading.has_room.return_value = has_room
     return StepFacts(
-        calls=["a call"],
+        calls=[],
         likely=signature,
         begun=GivenBack(Prediction(IN_MEMORY, 10, 10), signature, is_at_its_sizes=True) if is_begun else None,
         predictions=predictions,
-        offloading=SimpleNamespace(has_room=lambda size_bytes: has_room),
+        offloading=offloading,
         sizes_vary=False,
         room_bytes=lambda: 100,
         free_bytes=lambda: 100,
@@ -60,5 +64,6 @@ def facts(
         ({"is_gainless": True, "is_begun": True, "fits": None}, type(None)),  # a further call is another signature's
     ],
 )
-def test_a_step_runs_in_the_first_mode_that_is_open_to_it(known, mode):
+def test_a_step_runs_in_the_first_mode_open_to_it(known, mode, change_thresholds):
+    change_thresholds(gives_back=True)
     assert type(step_mode(facts(**known))) is mode
