@@ -418,7 +418,7 @@ RUNS: dict[str, Run] = {
 
 def record(name: str) -> Record:
     """Make a run twice, plain and planned, and return what the planned one did."""
-    logs, found, said = [], Record(), list[str]()
+    logs, found, texts = [], Record(), list[str]()
     for is_planned in (False, True):
         torch.compiler.reset()
         recorder = Recorder(is_planned)
@@ -429,9 +429,9 @@ def record(name: str) -> Record:
             warnings.simplefilter("always", HiRemateWarning)
             RUNS[name](recorder)
             found = recorder.ended()
-        said = [_sentence(str(w.message)) for w in caught if issubclass(w.category, HiRemateWarning)]
+        texts = [_sentence(str(w.message)) for w in caught if issubclass(w.category, HiRemateWarning)]
         logs.append((recorder.losses, torch.get_rng_state().tolist()))
-    return {**found, "warnings": said, "like_plain": logs[0] == logs[1]}
+    return {**found, "warnings": texts, "like_plain": logs[0] == logs[1]}
 
 
 def _sentence(text: str) -> str:
@@ -463,9 +463,9 @@ def main() -> int:
     log, differing = expected() if FILE.exists() else {}, 0
     for name in options.runs or RUNS:
         found = record(name)
-        told = list(differences(found, log.get(name, {})))
-        differing += bool(told)
-        sys.stdout.write(f"{name}: {'as expected' if not told else chr(10).join(['differs', *told])}\n")
+        changes = list(differences(found, log.get(name, {})))
+        differing += bool(changes)
+        sys.stdout.write(f"{name}: {'as expected' if not changes else chr(10).join(['differs', *changes])}\n")
         sys.stdout.flush()
         log[name] = found
         if options.write:

@@ -60,7 +60,7 @@ def network(
 
 
 def drawn(*shape: int) -> Callable[..., Tensor]:
-    """Make what draws a batch of a shape, the same one for the same number."""
+    """Make a function that draws a batch of a shape, the same batch for the same number."""
 
     def draw(seed: int = 0) -> Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -74,7 +74,7 @@ def square_error(output: Tensor) -> Tensor:
 
 
 def leave_behind(module: nn.Module) -> Log:
-    """Copy what a training has changed: parameters, gradients, buffers, and the random state."""
+    """Copy all that a training has changed: parameters, gradients, buffers, and the random state."""
     gradients = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
     return [*(t.detach().clone() for t in module.state_dict().values()), *gradients, torch.get_rng_state()]
 
@@ -273,12 +273,12 @@ def train_both(make: Callable[[], nn.Module], loop: Loop, budget: int | float | 
 
 
 def train_eager(make: Callable[[], nn.Module], loop: Loop) -> list[str]:
-    """Run a loop with a plain module and with one that can't be planned; return what users were told.
+    """Run a loop with a plain module and with one that can't be planned; return the warnings.
 
     Fail where anything differs, or is planned.
     """
     logs = []
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HiRemateWarning)
         for is_planned in (False, True):
             torch.manual_seed(3)
@@ -288,4 +288,4 @@ def train_eager(make: Callable[[], nn.Module], loop: Loop) -> list[str]:
     assert not differing(logs[1], logs[0])
     assert get_plan(module) is None
     remove_hiremate(module)
-    return [str(w.message) for w in told if issubclass(w.category, HiRemateWarning)]
+    return [str(w.message) for w in caught if issubclass(w.category, HiRemateWarning)]

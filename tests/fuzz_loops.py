@@ -154,7 +154,7 @@ class LoopOutcome:
     peaks: list[int] = field(default_factory=list)  # of the measured iterations, planned
     plain_peaks: list[int] = field(default_factory=list)  # the same without a plan
     budget_bytes: int = 0
-    warnings: list[str] = field(default_factory=list)  # what the package said
+    warnings: list[str] = field(default_factory=list)  # of the package
     iterations: int = 0  # of the loop
     watched: int = 0  # steps that were measured or timed
     watching: float = 0.0  # share of the time of a long loop's last iterations that was taken by watching; 0 for others
@@ -162,9 +162,9 @@ class LoopOutcome:
 
     @property
     def is_over_budget(self) -> bool:
-        """Whether an iteration took more than its budget, and nothing was said."""
-        said = any(words in text for text in self.warnings for words in ANNOUNCED)
-        return max(self.peaks) > self.budget_bytes + SLACK_BYTES and not said
+        """Whether an iteration took more than its budget without a warning."""
+        warns = any(words in text for text in self.warnings for words in ANNOUNCED)
+        return max(self.peaks) > self.budget_bytes + SLACK_BYTES and not warns
 
 
 def compare_loop(recipe: LoopRecipe) -> LoopOutcome:

@@ -271,15 +271,15 @@ class Outcome:
 
     @property
     def is_over_budget(self) -> bool:
-        """Whether a step took more than its budget, and nobody was told that no plan takes less."""
+        """Whether a step took more than its budget, and no warning names that no plan takes less."""
         if self.plan is None or self.excess_bytes <= 0:
             return False
-        said = ["no plan leaves that margin", "with a margin"]
-        return not any(words in text for text in self.warnings for words in said) and not self.nothing_fits_was_said
+        texts = ["no plan leaves that margin", "with a margin"]
+        return not any(words in text for text in self.warnings for words in texts) and not self.warns_that_nothing_fits
 
     @property
-    def nothing_fits_was_said(self) -> bool:
-        """Whether it was said that nothing fits the budget, or one that is as near as the peak may have grown since."""
+    def warns_that_nothing_fits(self) -> bool:
+        """Whether a warning says that nothing fits the budget, or a budget as near as the peak may have grown since."""
         assert self.plan is not None
         if self.plan.planned_peak_bytes <= self.plan.budget_bytes:
             return False
@@ -327,8 +327,8 @@ def compare(
         tamper(captured)
         differences, deviation = _differences(planned, captured), _deviation(captured, plain)
     corrected = max((kind.recorded.margin_bytes for kind in session.model.history.recorded), default=0)
-    said = [str(warning.message) for warning in caught if issubclass(warning.category, HiRemateWarning)]
-    return Outcome(recipe, plan, planned.peaks, differences, deviation, session.captured_count, corrected, said)
+    texts = [str(warning.message) for warning in caught if issubclass(warning.category, HiRemateWarning)]
+    return Outcome(recipe, plan, planned.peaks, differences, deviation, session.captured_count, corrected, texts)
 
 
 def _train_planned(recipe: Recipe, budget: float | str, time_limit_s: float) -> tuple[Record, Plan | None, Session]:

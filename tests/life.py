@@ -84,6 +84,6 @@ def recorded():
     """Collect the package's warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HiRemateWarning)
-        said: list[str] = []
-        yield said
-    said.extend(str(w.message) for w in caught if issubclass(w.category, HiRemateWarning))
+        texts: list[str] = []
+        yield texts
+    texts.extend(str(w.message) for w in caught if issubclass(w.category, HiRemateWarning))

@@ -120,16 +120,16 @@ def _documented(text: str, entry: EntryPoint) -> str:
     start = next(i for i in range(first - 1, len(lines)) if lines[i].strip() == "Args:")
     end = next(i for i in range(start, len(lines)) if not lines[i].strip())
     indent = _indent(lines[start]) + "    "
-    told: dict[str, list[str]] = {}
+    entries: dict[str, list[str]] = {}
     for line in lines[start + 1 : end]:
         if not line.startswith(f"{indent} "):
-            told[line.strip().partition(":")[0]] = []
-        told[next(reversed(told))].append(line)
+            entries[line.strip().partition(":")[0]] = []
+        entries[next(reversed(entries))].append(line)
     written = [
         line
         for name in names
         if name != "self"
-        for line in (_entry(entry.options[name], indent) if name in entry.options else told[name])
+        for line in (_entry(entry.options[name], indent) if name in entry.options else entries[name])
     ]
     assert documentation, "an entry point has a docstring"
     return _joined([*lines[: start + 1], *written, *lines[end:]])

@@ -84,7 +84,7 @@ def train(case: Pipeline, rank: int, planned: bool) -> Left:
     left, indices, count = Left(), range(rank, WORLD * case.stages, WORLD), WORLD * case.stages
     torch.manual_seed(rank)
     modules = nn.ModuleList(Stage(index, count) for index in indices)
-    with recorded() as left.said:
+    with recorded() as left.warned:
         if planned:
             hiremate(modules, case.budgets[rank], target=[*map(str, range(case.stages))], verbose=False)
         stages = [PipelineStage(*pair, count, torch.device("cpu")) for pair in zip(modules, indices, strict=True)]

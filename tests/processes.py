@@ -39,11 +39,11 @@ def run_beside(*commands: tuple[str, ...], timeout: float) -> list[tuple[int, st
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     processes = [subprocess.Popen([sys.executable, "-m", *command], **options, **both) for command in commands]
     try:
-        said = [process.communicate(timeout=timeout)[0] for process in processes]
+        texts = [process.communicate(timeout=timeout)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+    return [(process.returncode, text) for process, text in zip(processes, texts, strict=True)]
 
 
 def leave() -> NoReturn:

@@ -124,7 +124,7 @@ def train_units(
     for module in [m for m in model.modules() if type(m).__name__ == kind] + [model]:
         fully_shard(module)
     communicate_through(memory, model)
-    with recorded() as left.said:
+    with recorded() as left.warned:
         if planned:
             hiremate(model, BUDGET, verbose=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

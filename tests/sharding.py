@@ -64,7 +64,7 @@ class Left:
     weights: dict[str, Tensor] = field(default_factory=dict)  # local weights at the end
     peak_bytes: int = 0  # of the last step: that of the micro-batch that adds most to what was there before it
     plans: list[Plan] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)  # warnings of hiremate
+    warned: list[str] = field(default_factory=list)  # warnings of hiremate
     resident_bytes: int = 0  # of local weights and the optimizer's state
     evaluated: list[Tensor] = field(default_factory=list)  # what the model returned in evaluations
     planned_at: int | None = None  # the first step that began with a plan
@@ -261,7 +261,7 @@ def _train(case: Case, rank: int, memory: SharedMemory, planned: bool, steps: in
     model = make_model(case)
     target = [f"blocks.{i}" for i in range(len(model.blocks))] if case.blocks else None
     attach = partial(hiremate, model, case.budget, target=target, verbose=False, **options)
-    with recorded() as left.said:
+    with recorded() as left.warned:
         if planned and case.when == "before":
             attach()
         shard(model, case, mesh, memory)

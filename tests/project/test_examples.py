@@ -69,7 +69,7 @@ def test_an_example_proves_that_both_runs_are_the_same(name: str, tmp_path: Path
     assert "8 of 8 losses equal" in printed
     assert "5 of 5 measured steps" in printed
     assert "The proof holds." in printed
-    assert printed.startswith("Loading PyTorch and Lightning"), "what takes seconds is said before"
+    assert printed.startswith("Loading PyTorch and Lightning"), "a line comes before what takes seconds"
     assert "bits, plain" not in printed, "the losses are shown on request"
     assert 'hiremate(model, budget="60%", optimizer=optimizer)' in printed or name == "unet"
     assert (tmp_path / "hiremate_plan.html").exists()
@@ -107,7 +107,7 @@ def test_the_rulers_of_the_demo_fit_a_usual_terminal() -> None:
 
 
 @pytest.mark.slow
-def test_the_plain_example_trains_and_tells_its_plan(tmp_path: Path) -> None:
+def test_the_plain_example_trains_and_shows_its_plan(tmp_path: Path) -> None:
     printed = run_example("plain", 0, tmp_path)
 
     losses = [float(loss) for loss in re.findall(r"^step \d  loss ([0-9.]+)$", printed, flags=re.MULTILINE)]

@@ -1,4 +1,4 @@
-"""Each option is told once, in `hiremate_lightning.options`; all else is made from it, or compared with it here."""
+"""Each option is defined once, in `hiremate_lightning.options`; all else is made from it, or compared with it here."""
 
 import inspect
 import re
@@ -33,7 +33,7 @@ OTHERS = {  # another allowed value of each option
     "recomputable_operators": ("mylibrary::attention",),
     "verbose": False,
 }
-WRONG = {  # values that are not allowed, as far as a check is told
+WRONG = {  # values that are not allowed, of the options that have a check
     "time_limit_s": 0,
     "max_plans": 0,
     "on_infeasible": "stop",
@@ -71,11 +71,11 @@ ENTRIES = {
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_signatures_and_docstrings_have_each_option(entry):
-    parameters, told = inspect.signature(entry).parameters, " ".join(entry.__doc__.split())
+    parameters, documented = inspect.signature(entry).parameters, " ".join(entry.__doc__.split())
     for option in ENTRIES[entry].values():
         assert parameters[option.name].default == option.default
         assert parameters[option.name].annotation.replace("'", '"') == option.annotation
-        assert f"{option.name}: {option.meaning}" in told
+        assert f"{option.name}: {option.meaning}" in documented
 
 
 def test_the_page_of_the_interface_has_each_option():

@@ -134,10 +134,10 @@ def test_the_largest_size_fits_and_a_larger_one_does_not(capfd, tmp_path: Path):
     case = layers()
     result = case.find("4 MiB", max_overhead=9.0, verbose=True)
 
-    said = capfd.readouterr().err
-    assert f"largest size within 4.00 MiB is {int(result)}" in said
-    assert "verified" in said
-    assert f"{result.real_steps} real steps" in said
+    printed = capfd.readouterr().err
+    assert f"largest size within 4.00 MiB is {int(result)}" in printed
+    assert "verified" in printed
+    assert f"{result.real_steps} real steps" in printed
     assert case.steps == result.real_steps <= MAX_STEPS
     assert result.trial.measured_peak_bytes <= result.budget_bytes == 4 * MiB
     assert int(result) == result.size > result.unplanned_size > 0

@@ -251,7 +251,7 @@ def test_the_longest_batch_is_what_the_search_runs_on():
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_what_the_new_size_changes_is_said(accumulate, caplog):
+def test_a_message_names_what_the_new_size_changes(accumulate, caplog):
     module = Module(batch_size=8)
     with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
         found = finder(max_val=24)

@@ -71,14 +71,14 @@ def trained(steps: int = 3) -> tuple[nn.Module, torch.Tensor]:
 
 @pytest.fixture
 def silent() -> Iterator[None]:
-    """Fail where something is said of calls without gradients."""
-    with recorded() as said:
+    """Fail if a warning names calls without gradients."""
+    with recorded() as warned:
         yield
-    assert not [text for text in said if TEXT in text]
+    assert not [text for text in warned if TEXT in text]
 
 
-def test_a_loss_of_cached_embeddings_above_the_budget_is_said() -> None:
-    """The peak that is said of it is true."""
+def test_a_loss_of_cached_embeddings_above_the_budget_warns() -> None:
+    """The peak in the warning is true."""
     plain, model = train(make_net()), plan_net()
     with pytest.warns(HiRemateWarning, match=TEXT) as warned:
         values = train(model)
@@ -92,12 +92,12 @@ def test_a_loss_of_cached_embeddings_above_the_budget_is_said() -> None:
     (text,) = (str(w.message) for w in warned if TEXT in str(w.message))
     number, unit = text.split(" took ")[1].split(",")[0].split()
     assert unit == "MiB"
-    # The first chunk counts as existing, so nothing but the batch of the script is missing in what is said.
+    # The first chunk counts as existing, so nothing but the batch of the script is missing in the warning.
     assert float(number) * 2**20 == pytest.approx(weights_bytes + added_bytes, rel=0.03)
 
 
 @pytest.mark.usefixtures("silent")
-def test_cached_embeddings_within_the_budget_say_nothing() -> None:
+def test_cached_embeddings_within_the_budget_do_not_warn() -> None:
     model = plan_net(64 * 2**20)
     train(model)
     assert get_plan(model) is not None

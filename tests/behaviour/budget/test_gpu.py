@@ -349,13 +349,13 @@ def test_cross_entropy_by_rows_equals_eager(change_thresholds, classes, reductio
     logarithms = logits.float().log_softmax(1)
     target = torch.arange(rows, device="cuda") % classes
     gradient = torch.randn(rows, device="cuda") if reduction == 0 else torch.tensor(0.37, device="cuda")
-    shape, told = [rows, classes], (target, None, reduction, -100)
-    expected = aten.nll_loss_forward(logarithms, *told)
+    shape, arguments = [rows, classes], (target, None, reduction, -100)
+    expected = aten.nll_loss_forward(logarithms, *arguments)
     found = losses.cross_entropy(logits, target, reduction, -100, shape, torch.float32)
     assert all(map(torch.equal, found, expected))
-    told = (*told, expected[1])
+    arguments = (*arguments, expected[1])
     single = aten._log_softmax_backward_data(
-        aten.nll_loss_backward(gradient, logarithms, *told), logarithms, 1, torch.float32
+        aten.nll_loss_backward(gradient, logarithms, *arguments), logarithms, 1, torch.float32
     )
-    found = losses.cross_entropy_gradient(gradient, logits, *told, shape, torch.float32, shape, torch.bfloat16)
+    found = losses.cross_entropy_gradient(gradient, logits, *arguments, shape, torch.float32, shape, torch.bfloat16)
     assert torch.equal(found, single.bfloat16())

@@ -81,7 +81,7 @@ def test_without_a_plan_peaks_are_measured_and_not_compared():
 
 ABOVE = r"reached .* MiB in {}, .* above the budget\. "
 WITHIN = r"above the plan and within the budget\. Something outside"
-SPILLS: dict[str, tuple[str, list[Spill], str]] = {  # a budget, what allocates beside the plan, and what is said once
+SPILLS: dict[str, tuple[str, list[Spill], str]] = {  # a budget, what allocates beside the plan, and the one warning
     "in the backward": ("85%", [Spill("on_before_backward")], ABOVE.format("the backward")),
     "after the backward": ("85%", [Spill("on_after_backward")], ABOVE.format("what follows the backward")),
     "in the update": ("85%", [Spill("on_before_optimizer_step")], ABOVE.format("the optimizer's step")),
@@ -92,9 +92,9 @@ SPILLS: dict[str, tuple[str, list[Spill], str]] = {  # a budget, what allocates 
 
 @pytest.mark.parametrize(("budget", "spills", "words"), SPILLS.values(), ids=SPILLS)
 def test_an_unplanned_allocation_names_its_line_once(budget: str, spills: list[Spill], words: str):
-    with recorded() as said:
+    with recorded() as warned:
         fit(planned(budget), MemoryMonitor(every_n_steps=1), *spills)
-    (text,) = said
+    (text,) = warned
     assert re.search(words, text)
 
 
@@ -137,7 +137,7 @@ def test_no_measurement_is_left_behind_by_an_exception():
     assert not MemoryMeter._running
 
 
-def test_another_profiler_is_left_alone_and_that_is_said():
+def test_another_profiler_is_left_alone_with_a_warning():
     monitor = MemoryMonitor(every_n_steps=1)
     activities = [torch.profiler.ProfilerActivity.CPU]
     warned = pytest.warns(HiRemateWarning, match=r"^Another profiler is running")

@@ -291,11 +291,11 @@ def assert_trains_inside(train: Train, budget: Budget) -> None:
 def test_a_named_budget_trains_when_it_is_given_back(name: str) -> None:
     error = named_by(TRAININGS[name], TOO_SMALL)
 
-    said = re.search(r"smallest budget found[a-z ]* is ([\d.]+ [KM]iB) \(([\d,]+) bytes", str(error))
+    named = re.search(r"smallest budget found[a-z ]* is ([\d.]+ [KM]iB) \(([\d,]+) bytes", str(error))
 
-    assert said is not None
-    assert int(said[2].replace(",", "")) == error.smallest_bytes
-    assert error.smallest_bytes <= parse_budget(said[1]).size_bytes < 1.01 * error.smallest_bytes
+    assert named is not None
+    assert int(named[2].replace(",", "")) == error.smallest_bytes
+    assert error.smallest_bytes <= parse_budget(named[1]).size_bytes < 1.01 * error.smallest_bytes
     assert_trains_inside(TRAININGS[name], f"{error.smallest_bytes} B")
 
 
@@ -389,10 +389,10 @@ SHARED = ("loss outside", "gradients accumulated", "Lightning")
 def test_a_named_share_trains_when_it_is_given_back(name: str) -> None:
     error = named_by(TRAININGS[name], "2%")
 
-    said = re.search(r"bytes, ([\d.]+%) of what", str(error))
+    named = re.search(r"bytes, ([\d.]+%) of what", str(error))
 
-    assert said is not None
-    assert_trains_inside(TRAININGS[name], said[1])
+    assert named is not None
+    assert_trains_inside(TRAININGS[name], named[1])
 
 
 def test_without_an_optimizer_no_budget_is_named_as_enough() -> None:

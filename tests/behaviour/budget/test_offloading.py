@@ -171,7 +171,7 @@ def test_no_more_of_the_host_is_taken_than_is_named(link):
 
 
 @pytest.mark.gpu
-def test_where_the_host_has_less_than_is_named_that_is_said(link):
+def test_a_host_with_less_memory_than_named_warns(link):
     link(FAST)
     with pytest.warns(HiRemateWarning, match=r"has too little memory free for host_budget=1000 TiB: plans offload at"):
         module = offloading(host_budget="1000 TiB")
@@ -218,13 +218,13 @@ def test_the_link_is_measured_and_kept_with_other_costs(tmp_path):
 def test_graphs_that_wait_for_a_later_backward_keep_their_values(link):
     link(FAST)
     module, before = offloading(steps=0), None
-    with recorded() as said:
+    with recorded() as warned:
         for _ in range(6):
             loss = module(rows().cuda()).square().mean()
             if before is not None:
                 before.backward()
             before = loss
-    assert any("graphs wait for a backward" in text for text in said)
+    assert any("graphs wait for a backward" in text for text in warned)
 
 
 # ---------------------------------------------------------------- on a CPU
@@ -232,9 +232,9 @@ def test_graphs_that_wait_for_a_later_backward_keep_their_values(link):
 
 def test_on_a_cpu_it_does_nothing_and_says_so_once():
     module = hiremate(wide(), "60%", verbose=False, offload="auto")
-    with recorded() as said:
+    with recorded() as warned:
         plan = take_steps(module, lambda _: rows(256), 3, clears="end")
-    assert ["offload='auto' does nothing here: the model is on cpu" in text for text in said] == [True]
+    assert ["offload='auto' does nothing here: the model is on cpu" in text for text in warned] == [True]
     assert plan.solution.offloads == ()
 
 

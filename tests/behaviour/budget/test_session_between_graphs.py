@@ -237,6 +237,6 @@ def test_a_plan_of_several_graphs_says_once_what_ended_them(capfd):
 
     warm_up(hiremate(Breaks(), "80%"), steps=4)
 
-    said = re.findall(r"The step is planned in parts; code between them .* alone\. What .*", capfd.readouterr().err)
-    assert len(said) == 1
-    assert re.search(r"between_graphs\.py:\d+, in forward\)\.$", said[0])
+    lines = re.findall(r"The step is planned in parts; code between them .* alone\. What .*", capfd.readouterr().err)
+    assert len(lines) == 1
+    assert re.search(r"between_graphs\.py:\d+, in forward\)\.$", lines[0])

@@ -105,7 +105,7 @@ def two_signatures() -> tuple[nn.Module, int]:
 def test_a_budget_failing_at_the_second_plan_changes_nothing(fails_at, error, monkeypatch):
     """Listeners hear of a budget once all plans are made."""
     model, small_bytes = two_signatures()
-    session, told, seen, built = session_of(model), [], [], []
+    session, reported, seen, built = session_of(model), [], [], []
     before, options = session.plans, session.options
 
     def build_one(*arguments):
@@ -120,16 +120,16 @@ def test_a_budget_failing_at_the_second_plan_changes_nothing(fails_at, error, mo
     build = offloading.program_of
     if fails_at != "solving":
         monkeypatch.setattr(offloading, "program_of", build_one if error is MemoryError else build_none)
-    session.listeners.append(told.append)
+    session.listeners.append(reported.append)
     session.listeners.append(lambda plan: seen.append(dict(session.plans)))
     with pytest.raises(error):  # a warning would be another error
         hiremate(model, "80%" if error is MemoryError else small_bytes, verbose=False)
     assert session.plans == before
     assert session.options is options
-    assert told == []
+    assert reported == []
     monkeypatch.undo()
     hiremate(model, "80%", verbose=False)
-    assert [plan.budget_bytes for plan in told] == [plan.budget_bytes for plan in session.plans.values()]
+    assert [plan.budget_bytes for plan in reported] == [plan.budget_bytes for plan in session.plans.values()]
     assert seen == [dict(session.plans)] * 2
     assert all(seen[0][signature] is not before[signature] for signature in before)
 
@@ -242,19 +242,19 @@ def test_gradients_living_through_some_forwards_leave_one_budget():
 
 
 def test_a_budget_too_small_trains_with_one_warning():
-    """Of steps of other sizes it is said again where they need clearly more."""
+    """A step of another size warns again only if it needs clearly more."""
 
     def act(model):
         return [step(model, index, rows) for index, rows in enumerate((64, 64, 62, 62))]
 
-    with recorded() as said:
+    with recorded() as warned:
         assert_exact(act, budget="1%", on_infeasible="warn")
-    assert len([text for text in said if "Nothing fits the budget" in text]) == 1
+    assert len([text for text in warned if "Nothing fits the budget" in text]) == 1
 
 
 def test_the_least_memory_is_warned_of_again_as_it_grows():
     model = planned("1%", on_infeasible="warn")
-    with recorded() as said:
+    with recorded() as warned:
         keeper, signature, plan = only_plan(warm_up(model, 4))
         resident = signature.recorded.resident
         more = replace(resident, size_bytes=resident.size_bytes + 2**20)
@@ -262,7 +262,7 @@ def test_the_least_memory_is_warned_of_again_as_it_grows():
         keeper.adapt_plan(signature, more)
         for added in (2**21, 2**20):  # outside code takes more than at first
             keeper.peak_measured(signature, plan.planned_peak_bytes + added, more)
-    found = [text.rsplit(" found, ")[1] for text in said if "Nothing fits" in text]
+    found = [text.rsplit(" found, ")[1] for text in warned if "Nothing fits" in text]
     assert found == [f"{format_bytes(plan.planned_peak_bytes + added)}." for added in (0, 2**20, 2**21)]
 
 

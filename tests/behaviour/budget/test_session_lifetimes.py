@@ -135,7 +135,7 @@ def test_a_batch_is_given_back_when_its_step_has_ended():
     assert watched() is None
 
 
-def test_what_an_early_zero_grad_saves_is_said_and_true():
+def test_the_advice_on_an_early_zero_grad_is_true():
     """The advice names the difference between the peaks of the two orders."""
 
     def train(clears: str):

@@ -88,9 +88,9 @@ def test_a_step_in_which_cudnn_searches_is_not_measured(monkeypatch):
 
     usual = steps_until_measured()
     monkeypatch.setattr(planning, "may_choose_anew", lambda ops, device: True)
-    with recorded() as said:
+    with recorded() as warned:
         assert steps_until_measured() == usual + 1
-    assert len(said) == 1
+    assert len(warned) == 1
 
 
 def test_the_measured_peak_is_near_the_prediction():

@@ -158,11 +158,11 @@ def for_another(model: nn.Module, index: int) -> None:
     similar.softmax(1).log().diagonal().mean().neg().backward()
 
 
-def test_an_unplanned_part_of_an_iteration_over_budget_is_said():
+def test_an_unplanned_part_of_an_iteration_over_budget_warns():
     model = hiremate(make_pair(), "4 MiB", verbose=False, on_infeasible="warn")
-    with pytest.warns(HiRemateWarning) as said:
+    with pytest.warns(HiRemateWarning) as warned:
         iterate(model, for_another, [])
-    (text,) = {str(w.message) for w in said if str(w.message).startswith("A part of an iteration took")}
+    (text,) = {str(w.message) for w in warned if str(w.message).startswith("A part of an iteration took")}
     assert "above the budget, and has no plan" in text
 
 

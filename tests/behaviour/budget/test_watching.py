@@ -92,9 +92,9 @@ def test_a_loop_that_stays_as_it_is_keeps_its_plan(loop):
     model, heard = layers(), list[Plan]()
     hiremate(model, "60%", verbose=False)
     session_of(model).listeners.append(heard.append)
-    with recorded() as said:
+    with recorded() as warned:
         settled = [get_plan(model) for _ in loop(model)][7]
-    assert not said
+    assert not warned
     assert {plan.solution for plan in heard[heard.index(settled) :]} == {settled.solution}
     assert all((plan.measured.peak_bytes or 0) <= plan.budget_bytes for plan in heard)
     assert 0.99 * settled.planned_peak_bytes <= get_plan(model).measured.peak_bytes <= settled.planned_peak_bytes
@@ -111,9 +111,9 @@ def test_lightnings_default_loop_keeps_its_plan():
             solutions.append(callback.plan and callback.plan.solution)
 
     trainer.callbacks.append(Looks())
-    with recorded() as said:
+    with recorded() as warned:
         trainer.fit(Squared(layers()), DataLoader([batch(index) for index in range(STEPS)], batch_size=None))
-    assert not said
+    assert not warned
     assert set(solutions[7:]) == {callback.plan.solution}
     assert callback.plan.measured.peak_bytes <= callback.plan.planned_peak_bytes <= callback.plan.budget_bytes
 

@@ -118,11 +118,11 @@ class TestPlan:
     def test_a_plan_is_shown_with_what_it_rests_on(self, models, capsys):
         assert plan(models) == 0
         output = capsys.readouterr().out
-        said = " ".join(output.split())
-        assert said.startswith("╭─ HiRemate plan of Net ─")
-        assert "Times are estimates from operation counts (0.05 TFLOP/s, 10 GB/s: about one core of a server)" in said
-        assert "Captured as one graph at batch size 512, without memory" in said
-        assert "optimizer: AdamW" in said
+        text = " ".join(output.split())
+        assert text.startswith("╭─ HiRemate plan of Net ─")
+        assert "Times are estimates from operation counts (0.05 TFLOP/s, 10 GB/s: about one core of a server)" in text
+        assert "Captured as one graph at batch size 512, without memory" in text
+        assert "optimizer: AdamW" in text
         assert "\x1b" not in output
 
     def test_json_is_all_that_goes_to_the_output(self, models, capsys):
@@ -246,9 +246,9 @@ def test_plan_says_what_offloading_gains(models, capsys, tmp_path, gb_per_s, wor
     asked = ["--input", "65536x32", "--device", "cuda", "--offload", "--host-link", gb_per_s]
     path = tmp_path / "plan.svg"
     assert plan(models, *asked, "--svg", str(path), name="Net", budget="60%") == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert words in said
-    assert "The smallest budget found is" in said
+    text = " ".join(capsys.readouterr().out.split())
+    assert words in text
+    assert "The smallest budget found is" in text
     assert (COLOURS[Band.OFFLOADED] in path.read_text()) == ("nothing goes" not in words)
 
 
@@ -304,7 +304,7 @@ def test_mistakes_and_help_are_shown_before_torch_is_loaded(models):
     assert result.stderr.count("\n") == len(EARLY)
 
 
-def test_ctrl_c_stops_a_command_and_is_told(models, capsys):
+def test_ctrl_c_stops_a_command_with_a_message(models, capsys):
     assert plan(models, name="interrupted") == 130
     assert capsys.readouterr().err == STOPPED
 
@@ -317,7 +317,7 @@ def test_what_ends_graphs_is_one_sentence_with_its_line(models, capfd, monkeypat
     assert not error
 
 
-def test_a_wrong_shape_is_told_without_the_log_of_torch(models, capsys, request):
+def test_a_wrong_shape_is_named_without_the_log_of_torch(models, capsys, request):
     """It has a traceback for each operation that fails on tensors without memory."""
     records = []
     handler = logging.Handler()
@@ -327,9 +327,9 @@ def test_a_wrong_shape_is_told_without_the_log_of_torch(models, capsys, request)
     request.addfinalizer(lambda: log.removeHandler(handler))
     assert plan(models, "--input", "5x31") == 2
     assert not records
-    said = capsys.readouterr().err
-    assert said.startswith("hiremate: Net can't be called with --input 5x31: ")
-    assert "with 5x31. Give --input the shapes that its forward takes" in said
+    printed = capsys.readouterr().err
+    assert printed.startswith("hiremate: Net can't be called with --input 5x31: ")
+    assert "with 5x31. Give --input the shapes that its forward takes" in printed
 
 
 @pytest.mark.parametrize(
@@ -500,8 +500,8 @@ class TestFit:
         path.write_text("import torch\ndef wide():\n    return torch.nn.Linear(1000, 1000), torch.zeros(4, 1000)\n")
         assert main(["fit", f"{path}:wide", "--budget", "2MiB"]) == 1
         error = capsys.readouterr().err
-        said = re.search(r"fits 2.00 MiB with at most 30% more time: that needs (.* MiB) \((.*) bytes", error)
-        for named in (said[1], f"{said[2]}B"):
+        text = re.search(r"fits 2.00 MiB with at most 30% more time: that needs (.* MiB) \((.*) bytes", error)
+        for named in (text[1], f"{text[2]}B"):
             assert main(["fit", f"{path}:wide", "--budget", named]) == 0, named
 
 
@@ -616,7 +616,7 @@ class TestDoctor:
             "nowhere": "ModuleNotFoundError: No module named 'nowhere'",
         }
 
-    def test_a_torch_that_can_not_be_imported_is_told(self, tmp_path):
+    def test_a_torch_that_can_not_be_imported_is_reported(self, tmp_path):
         (tmp_path / "torch.py").write_text("raise OSError('libcudart.so: cannot open shared object file')")
         path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
         result = run_python("-m", "hiremate_lightning", "doctor", PYTHONPATH=path)
@@ -625,7 +625,7 @@ class TestDoctor:
         assert result.stderr.startswith(expected)
         assert result.stderr.count("\n") == 1
 
-    def test_a_torch_that_was_not_tried_is_told(self):
+    def test_a_torch_that_was_not_tried_is_reported(self):
         with as_on("9.9"):
             found = doctor.torch_finding()
         assert found.verdict is Grade.KNOW

@@ -50,7 +50,7 @@ def test_only_modules_without_modules_are_counted():
     assert modules_without_parts(nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), nn.Linear(1, 1))) == 3
 
 
-def test_the_wait_is_said_before_the_first_step(
+def test_the_wait_is_announced_before_the_first_step(
     change_thresholds: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ):
     """And afterwards, with the line of the plan, where the time went."""

@@ -9,12 +9,12 @@ from tests.life import recorded
 
 
 def warn_at(counts: list[int]) -> list[int]:
-    """List the steps at whose beginning something is said, by how many graphs are retained then."""
+    """List the steps that begin with a message, from the number of graphs retained at each."""
     messages, found = Messages("Net"), []
     for step, count in enumerate(counts):
-        with recorded() as said:
+        with recorded() as warned:
             messages.count_retained(count)
-        found += [step] * ("more graphs retained" in "".join(said))
+        found += [step] * ("more graphs retained" in "".join(warned))
     return found
 
 

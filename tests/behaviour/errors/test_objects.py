@@ -106,7 +106,7 @@ def test_an_object_is_of_its_type_whatever_it_says():
     assert attributes_of(object()) == {}
 
 
-def test_a_look_that_fails_is_said_once_and_only_for_debugging(caplog):
+def test_a_look_that_fails_is_logged_once_for_debugging(caplog):
     with caplog.at_level(logging.DEBUG, "hiremate_lightning"):
         found = [attempt(refuse, "nothing", "a thing that refuses") for _ in range(2)]
 

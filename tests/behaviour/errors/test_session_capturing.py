@@ -81,7 +81,7 @@ def test_a_changing_number_is_captured_once_more_or_warned_of(use, captured):
     plain, planned = Weighted(use), Weighted(use)
     planned.load_state_dict(plain.state_dict())
     hiremate(planned, "90%", verbose=False)
-    with recorded() as said:
+    with recorded() as warned:
         for index in range(CAPTURES + 1):
             for model in (plain, planned):
                 torch.manual_seed(index)
@@ -89,23 +89,23 @@ def test_a_changing_number_is_captured_once_more_or_warned_of(use, captured):
                 step(model, index)
             assert_same(gradients(planned), gradients(plain))
     assert captured_count(planned) == captured
-    assert len([text for text in said if "captured code again in each of 8" in text]) == (captured > 2)
+    assert len([text for text in warned if "captured code again in each of 8" in text]) == (captured > 2)
 
 
 def appends(seen: list[torch.Tensor], output: torch.Tensor) -> None:
     seen.append(output.detach().mean())
 
 
-@pytest.mark.parametrize(("append", "is_told"), [(appends, True), (torch.compiler.disable(appends), False)])
-def test_a_growing_list_that_ends_each_capture_is_named(append, is_told):
+@pytest.mark.parametrize(("append", "is_named"), [(appends, True), (torch.compiler.disable(appends), False)])
+def test_a_growing_list_that_ends_each_capture_is_named(append, is_named):
     model, seen = hiremate(Net(), "100%", verbose=False), []
     model.body[0].register_forward_hook(lambda module, inputs, output: append(seen, output))
-    with recorded() as said:
+    with recorded() as warned:
         for index in range(CAPTURES + 1):
             step(model, index)
-    told = [text.partition("torch.compile names: ")[2] for text in said if "captured code again" in text]
-    assert len(told) == is_told
-    assert all(f"== {CAPTURES - 2}" in text and "seen.append" in text for text in told)
+    causes = [text.partition("torch.compile names: ")[2] for text in warned if "captured code again" in text]
+    assert len(causes) == is_named
+    assert all(f"== {CAPTURES - 2}" in text and "seen.append" in text for text in causes)
     assert len(seen) == CAPTURES + 1
 
 
@@ -115,7 +115,7 @@ def two_nets(self, x: torch.Tensor, first: bool) -> torch.Tensor:
     return self.one(x) if first else self.other(x)
 
 
-def test_a_break_is_told_in_our_words_alone():
+def test_a_graph_break_warns_in_our_words_alone():
     """Dynamo would ask whoever times a layer to file an issue."""
 
     class Timed(Net):
@@ -178,9 +178,9 @@ def test_buffers_updated_inside_checkpoint_are_warned_of(has_buffers):
             return self.head(torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False))
 
     model = hiremate(Checkpointing(), "90%", verbose=False, on_infeasible="warn")
-    with recorded() as said:
+    with recorded() as warned:
         step(model, 0)
-    assert any("around code that updates buffers" in text for text in said) == has_buffers
+    assert any("around code that updates buffers" in text for text in warned) == has_buffers
 
 
 @pytest.mark.usefixtures("_captures_all")
@@ -188,11 +188,11 @@ def test_buffers_updated_inside_checkpoint_are_warned_of(has_buffers):
 def test_a_size_that_is_captured_twice_keeps_its_plan():
     """Dynamo captures the first sizes as they are, and once more with symbols: what was made of the first runs both."""
     model = planned("90%", max_plans=3)
-    with recorded() as said:
+    with recorded() as warned:
         for rows in (ROWS, 200, 160, ROWS):
             warm_up(model, steps=6, rows=rows)
     session = session_of(model)
-    assert not said
+    assert not warned
     assert session.captured_count == 3
     assert get_plan(model).measured.peak_bytes is not None
     assert len({plan.solution.recompute for plan in session.plans.values()}) <= 3

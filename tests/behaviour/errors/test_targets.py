@@ -58,15 +58,15 @@ def train(model, steps=3, call=None):
 
 
 def trained_alike(plain, model, batches, call=lambda net, x: net(x)):
-    """Train both, and fail where gradients differ; return what was said."""
-    with recorded() as said:
+    """Train both, and fail where gradients differ; return the warnings."""
+    with recorded() as warned:
         for x in batches:
             for each in (plain, model):
                 each.zero_grad()
                 torch.manual_seed(3)
                 call(each, x).sum().backward()
             assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
-    return said
+    return warned
 
 
 def state_of(model):
@@ -435,7 +435,7 @@ def test_layers_in_a_list_are_warned_of_once_and_planned_later():
     assert all(map(torch.equal, found, gradients()))
 
 
-def test_a_frozen_model_in_eval_mode_is_not_said_to_train(recwarn):
+def test_a_frozen_model_in_eval_mode_does_not_warn_of_lists(recwarn):
     model = hiremate(plain_list().requires_grad_(False), "64 MiB", verbose=False).eval()
     for layer in model.layers:
         layer.requires_grad_(False)
@@ -509,12 +509,12 @@ def test_a_budget_not_met_beside_uncaptured_code_names_that_code():
     model = hiremate(Looking(), "20%", verbose=False)
     with pytest.raises(InfeasibleBudgetError) as caught:
         train()
-    said = "".join(traceback.format_exception(caught.value))
-    assert "What ends its graphs: " in said
-    reason = said.partition("What ends its graphs: ")[2]
+    text = "".join(traceback.format_exception(caught.value))
+    assert "What ends its graphs: " in text
+    reason = text.partition("What ends its graphs: ")[2]
     assert "look_at" in reason
     assert re.search(r"\(at \S*test_targets\.py:\d+, in forward\)", reason)
-    assert "Code between captured graphs has no plan" in said
+    assert "Code between captured graphs has no plan" in text
 
     model = hiremate(Looking(), "20%", verbose=False, on_infeasible="warn")
     with pytest.warns(HiRemateWarning, match=r"Nothing fits the budget.*look_at.*test_targets\.py:\d+"):
@@ -547,14 +547,14 @@ def test_parts_of_a_model_that_is_not_captured_are_planned():
 
 
 @pytest.mark.parametrize("others", [(), ("last",)])
-def test_uncaptured_parts_run_beside_the_plan_and_are_told_once(others):
+def test_uncaptured_parts_run_beside_the_plan_with_one_warning(others):
     model = BreaksInALoop()
     for name in ("middle", *others):
         setattr(model, name, Disabled(32, 32))
     hiremate(model, "95%", verbose=False, on_infeasible="warn")
-    with recorded() as said:
+    with recorded() as warned:
         take_steps(model, lambda _: batch(), 3, loss_of=torch.sum, clears="never")
-    first, *more = (text for text in said if "could not be captured" in text)
+    first, *more = (text for text in warned if "could not be captured" in text)
     assert first == "middle could not be captured and runs without a plan, beside what is planned."
     assert more == ["Other modules of the class Disabled could not be captured either."] * len(others)
     assert get_plan(model) is not None
@@ -569,10 +569,10 @@ def test_an_uncaptured_part_called_first_runs_beside_the_plan(target):
 
     model = Recurrent()
     hiremate(model, "95%", verbose=False, on_infeasible="warn", target=target)
-    with recorded() as said:
+    with recorded() as warned:
         for _ in range(3):
             model.last(model.first(batch())[0]).sum().backward()
-    assert [text for text in said if "could not be captured" in text] == [
+    assert [text for text in warned if "could not be captured" in text] == [
         "first could not be captured and runs without a plan, beside what is planned."
     ]
     assert get_plan(model) is not None
@@ -673,11 +673,11 @@ def test_modules_of_torch_that_uncaptured_code_calls_are_planned(make, name):
     plain, model = make(), make()
     model.load_state_dict(plain.state_dict())
     hiremate(model, "90%", verbose=False, on_infeasible="warn")
-    said = trained_alike(plain, model, [torch.ones(rows, 32) for rows in (16, 16, 16, 24, 24, 24)])
+    warned = trained_alike(plain, model, [torch.ones(rows, 32) for rows in (16, 16, 16, 24, 24, 24)])
     plan = get_plan(model)
     layers = sum(isinstance(module, nn.Linear) for module in model.modules())
     assert sum(node.op == "aten.addmm.default" for node in plan.graph.nodes) == layers
-    (text,) = (text for text in said if "was not captured" in text)
+    (text,) = (text for text in warned if "was not captured" in text)
     assert text.startswith(
         f"{name} was not captured as a whole; from the next step on its parts are planned. What ends"
     )

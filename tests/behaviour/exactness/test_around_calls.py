@@ -257,7 +257,7 @@ def test_transforms_run_a_planned_model_as_it_is(transform):
     model = hiremate(copy.deepcopy(plain), "70%", verbose=False)
     with pytest.warns(HiRemateWarning, match="inside of a transform of torch.func"):
         assert torch.equal(transform(model), transform(plain))
-    assert torch.equal(transform(model), transform(plain))  # said once
+    assert torch.equal(transform(model), transform(plain))  # without a second warning
     take_steps(model, batch, 2, clears="never")
     assert get_plan(model) is not None
 
@@ -276,10 +276,10 @@ def gradients_of(model: nn.Module, steps: int = 5) -> Log:
 
 
 def train_beside(plain: nn.Module) -> tuple[nn.Module, list[str]]:
-    """Train a planned copy with the gradients of the plain module; give it, and what was said meanwhile."""
-    with pytest.warns(HiRemateWarning) as said:
+    """Train a planned copy with the gradients of the plain module; return the copy and the warnings."""
+    with pytest.warns(HiRemateWarning) as warned:
         model = planned_alike(plain, gradients_of, "80%")
-    return model, [str(warning.message) for warning in said]
+    return model, [str(warning.message) for warning in warned]
 
 
 @pytest.mark.parametrize("level", [logging.WARNING, logging.ERROR])

@@ -166,9 +166,9 @@ def test_an_operator_that_cannot_be_measured_is_announced_once():
         y = self.inner(x)
         return refuses(y).sum() + refuses(y[1:]).sum()
 
-    with pytest.warns(HiRemateWarning, match=r"refuses.default can't be measured alone.*numbers is negative") as said:
+    with pytest.warns(HiRemateWarning, match=r"refuses.default can't be measured alone.*numbers is negative") as warned:
         captured_by(refusing_twice(), torch.randn(ROWS, SIZE))
-    assert len([w for w in said if "refuses" in str(w.message)]) == 1
+    assert len([w for w in warned if "refuses" in str(w.message)]) == 1
 
 
 class _Kernel:

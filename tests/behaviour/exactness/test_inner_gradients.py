@@ -178,9 +178,9 @@ def test_a_gradient_of_what_has_hooks_runs_them():
 
 @pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
 def test_one_trained_on_through_an_earlier_graph_is_eager(ask):
-    told = train_eager(lambda: interrupted(ask, create_graph=True), simple_loop(positions, steps=3))
-    assert len(told) == 1
-    assert told[0].startswith("Interrupted runs without a plan: it trains on a gradient that it takes in its forward")
+    warned = train_eager(lambda: interrupted(ask, create_graph=True), simple_loop(positions, steps=3))
+    assert len(warned) == 1
+    assert warned[0].startswith("Interrupted runs without a plan: it trains on a gradient that it takes in its forward")
 
 
 @network(lambda inner: {"inner": inner})
@@ -272,6 +272,6 @@ def test_a_function_s_backward_is_differentiated_once_more():
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_backward_that_switches_gradients_is_eager():
-    told = train_eager(SwitchedForces, simple_loop(positions, steps=3))
-    assert "whose backward switches gradients on or off" in told[0]
-    assert told[1].startswith("SwitchedForces runs without a plan: it trains on a gradient")
+    warned = train_eager(SwitchedForces, simple_loop(positions, steps=3))
+    assert "whose backward switches gradients on or off" in warned[0]
+    assert warned[1].startswith("SwitchedForces runs without a plan: it trains on a gradient")

@@ -75,10 +75,10 @@ def test_the_gradient_is_what_operations_on_all_rows_give(rows, reduction, weigh
     weight = numbers(CLASSES, dtype=dtype).abs() if weighted else None
     gradient = numbers(rows, dtype=dtype) if reduction == 0 else torch.tensor(0.37, dtype=dtype)
     _, total = aten.nll_loss_forward(logarithms, target, weight, reduction, -100)
-    told = target, weight, reduction, -100, total
-    expected = aten.nll_loss_backward(gradient, logarithms, *told)
+    arguments = target, weight, reduction, -100, total
+    expected = aten.nll_loss_backward(gradient, logarithms, *arguments)
     expected = aten._log_softmax_backward_data(expected, logarithms, 1, dtype).to(of)
-    found = cross_entropy_gradient(gradient, logits, *told, [rows, CLASSES], dtype, [1, rows, CLASSES], of)
+    found = cross_entropy_gradient(gradient, logits, *arguments, [rows, CLASSES], dtype, [1, rows, CLASSES], of)
     assert found.shape == (1, rows, CLASSES)
     assert torch.equal(found[0].nan_to_num(), expected.nan_to_num())  # the mean of nothing is none
 
@@ -106,8 +106,8 @@ def test_beside_the_result_only_parts_are_allocated(change_thresholds, part_byte
     peak = measure_peak(lambda: cross_entropy(logits, target, 2, -100, shape, torch.float32))
     assert part <= peak <= part + 40 * ROWS
     one = torch.ones(())
-    told = target, None, 2, -100, one, shape, torch.float32, shape, torch.bfloat16
-    assert measure_peak(lambda: cross_entropy_gradient(one, logits, *told)) == 2 * ROWS * CLASSES + 2 * part
+    arguments = target, None, 2, -100, one, shape, torch.float32, shape, torch.bfloat16
+    assert measure_peak(lambda: cross_entropy_gradient(one, logits, *arguments)) == 2 * ROWS * CLASSES + 2 * part
 
 
 # ---------------------------------------------------------------- choice

@@ -57,9 +57,9 @@ def train(make: Callable[[], nn.Module], is_planned: bool, **options: Any) -> tu
 
 def check_refused(make: Callable[[], nn.Module], why: str) -> None:
     """Fail unless the planned module trains exactly, and one warning says why some code runs as it was written."""
-    log, _, said = train(make, True)
+    log, _, warned = train(make, True)
     assert not differing(log, train(make, False)[0])
-    assert [why in text for text in said].count(True) == 1, said
+    assert [why in text for text in warned].count(True) == 1, warned
 
 
 def mixed(self: Any, x: Tensor) -> Tensor:
@@ -98,9 +98,9 @@ def test_code_that_gives_the_numbers_of_eager_pytorch_is_proved(dtype):
     def make() -> nn.Module:
         return nn.Sequential(cast(dtype), make_mixed().to(dtype))
 
-    log, words, said = train(make, True)
+    log, words, warned = train(make, True)
     assert words == "forward 1 of 1 graph, gradients 1 of 1"
-    assert not said
+    assert not warned
     assert not differing(log, train(make, False)[0])
 
 
@@ -268,8 +268,8 @@ def test_a_change_in_place_that_dynamo_loses_is_missed():
     if TORCH == (2, 13):
         module = written(count, count=torch.zeros((), dtype=torch.float64))
         with hacks.without("unread numbers"):
-            _, _, said = train(lambda: module, True)
-        assert any("does not change" in text and "in place as the code itself does" in text for text in said)
+            _, _, warned = train(lambda: module, True)
+        assert any("does not change" in text and "in place as the code itself does" in text for text in warned)
         assert module.count == 3 * 16
 
 
@@ -297,8 +297,8 @@ def test_code_that_fails_in_pytorch_runs_as_it_was_written():
     with warnings.catch_warnings(record=True) as caught, hacks.without("unsought aliases"):
         warnings.simplefilter("always")
         found = module(rows(0).as_subclass(Named))
-    said = [str(warning.message) for warning in caught]
-    assert any("runs as it was written" in text and "fails when it runs: TypeError" in text for text in said), said
+    warned = [str(warning.message) for warning in caught]
+    assert any("runs as it was written" in text and "fails when it runs: TypeError" in text for text in warned), warned
     plain = written(lambda self, x: torch.sin(x))
     plain.load_state_dict(module.state_dict())
     assert torch.equal(found.as_subclass(Tensor), plain(rows(0)))
@@ -351,8 +351,8 @@ def test_inputs_that_share_memory_are_captured(function):
         module.weight = module.layer.weight.detach()
         return module
 
-    log, _, said = train(make, True)
-    assert not [text for text in said if "could not capture" in text]
+    log, _, warned = train(make, True)
+    assert not [text for text in warned if "could not capture" in text]
     assert not differing(log, train(make, False)[0])
 
 
@@ -384,9 +384,9 @@ def test_memory_that_nobody_has_written_to_is_no_difference(monkeypatch):
     def make() -> nn.Module:
         return written(partly_written, latest=torch.zeros(16, WIDTH))
 
-    log, words, said = train(make, True)
+    log, words, warned = train(make, True)
     assert re.match(r"forward (\d+) of \1 graphs", words), words
-    assert not any("runs as it was written" in text for text in said), said
+    assert not any("runs as it was written" in text for text in warned), warned
     assert not differing(log, train(make, False)[0])
 
 
@@ -419,9 +419,9 @@ def test_failures_that_a_proof_meets_are_not_printed(capfd):
         torch._dynamo.graph_break()
         return y.mul_(2) * 3
 
-    log, words, said = train(lambda: written(change), True)
+    log, words, warned = train(lambda: written(change), True)
     assert re.match(r"forward (\d+) of \1 graphs", words), words
-    assert not any("runs as it was written" in text for text in said), said
+    assert not any("runs as it was written" in text for text in warned), warned
     assert "Traceback" not in capfd.readouterr().err
     assert not differing(log, train(lambda: written(change), False)[0])
 

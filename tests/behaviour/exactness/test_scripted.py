@@ -88,6 +88,6 @@ def noisy(self, x):
 
 @pytest.mark.parametrize("make", [lambda: potential(create_graph=True), noisy], ids=["alone", "with noise"])
 def test_forces_trained_on_behind_a_scripted_part_are_eager(make):
-    told = train_eager(make, simple_loop(lambda _: torch.randn(ROWS, SIZE), steps=4))
-    assert len(told) == 1
-    assert "runs without a plan: it trains on a gradient that it takes in its forward" in told[0]
+    warned = train_eager(make, simple_loop(lambda _: torch.randn(ROWS, SIZE), steps=4))
+    assert len(warned) == 1
+    assert "runs without a plan: it trains on a gradient that it takes in its forward" in warned[0]

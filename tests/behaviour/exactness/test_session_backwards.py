@@ -89,8 +89,8 @@ def test_settings_around_the_forward_alone_are_announced(around_both):
                 if not around_both:
                     stack.close()
                 loss.backward()
-    said = [warning for warning in caught if "Settings of PyTorch" in str(warning.message)]
-    assert len(said) == (not around_both)
+    warned = [warning for warning in caught if "Settings of PyTorch" in str(warning.message)]
+    assert len(warned) == (not around_both)
 
 
 @pytest.mark.parametrize("clear_late", [False, True], ids=["at the top", "after the forward"])

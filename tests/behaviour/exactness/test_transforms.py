@@ -88,10 +88,10 @@ def test_a_transform_that_can_not_be_captured_leaves_no_trace():
     """An error's frames hold a guard of PyTorch's dispatcher, which sets old keys when it is collected."""
     before = str(torch._C._dispatch_tls_local_exclude_set())
     model = hiremate(mean_flow(TRANSFORMS["jvp"]), "100%", verbose=False)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", HiRemateWarning)
         model(torch.randn(ROWS, SIZE)).sum().backward()
-    assert any("could not capture a part of MeanFlow, which runs without a plan" in str(w.message) for w in said)
+    assert any("could not capture a part of MeanFlow, which runs without a plan" in str(w.message) for w in warned)
     gc.collect()
     assert str(torch._C._dispatch_tls_local_exclude_set()) == before
 
@@ -116,6 +116,6 @@ def bare_velocity(self, x):
 
 @pytest.mark.parametrize("make", [velocity, bare_velocity])
 def test_a_forward_that_is_all_such_a_transform_is_eager(make):
-    told = train_eager(make, simple_loop(lambda _: torch.randn(ROWS, SIZE), steps=4))
-    assert len(told) == 1
-    assert f"could not capture a part of {make.__name__}, which runs without a plan" in told[0]
+    warned = train_eager(make, simple_loop(lambda _: torch.randn(ROWS, SIZE), steps=4))
+    assert len(warned) == 1
+    assert f"could not capture a part of {make.__name__}, which runs without a plan" in warned[0]

@@ -103,12 +103,12 @@ def test_a_step_with_checkpoint_is_exact_within_its_share(dtype):
     assert plan.schedule.recomputed(plan.graph)
 
 
-def test_both_numbers_are_said():
+def test_the_warning_names_both_numbers():
     model, x = _net(_Unequal), torch.randn(ROWS, SIZE)
     hiremate(model, "100%", verbose=False)
-    with pytest.warns(HiRemateWarning, match=SAID) as said:
+    with pytest.warns(HiRemateWarning, match=SAID) as warned:
         _train(model, x)
-    (text,) = (str(warning.message) for warning in said if SAID in str(warning.message))
+    (text,) = (str(warning.message) for warning in warned if SAID in str(warning.message))
     own, without = (parse_budget(size).size_bytes for size in re.findall(r"add[s ]*([\d.]+ [KM]iB)", text))
     assert own < 0.7 * without
 

@@ -176,11 +176,11 @@ class _Whole(_Block):
 
 
 @pytest.mark.parametrize("make", [_Whole, lambda: nn.Sequential(_Whole(), _Whole())], ids=["root", "blocks"])
-def test_a_whole_forward_is_one_operation_and_that_is_said_once(make):
-    with recorded() as said:
+def test_a_whole_forward_is_one_operation_with_one_warning(make):
+    with recorded() as warned:
         model = hiremate(make(), "100%", verbose=False)
         _loop()(model)
-    assert [text.startswith("Nothing inside of _Whole.forward is planned") for text in said] == [True]
+    assert [text.startswith("Nothing inside of _Whole.forward is planned") for text in warned] == [True]
     count = len(model) if isinstance(model, nn.Sequential) else 1
     assert get_plan(model).kept_compiled[0].startswith(f"{count} call{'s' * (count > 1)} of _Whole.forward (")
 

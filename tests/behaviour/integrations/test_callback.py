@@ -135,11 +135,11 @@ class Adversaries(pl.LightningModule):
         self.toggle_optimizer(second)
         second.zero_grad()
         fake = self.generator(batch[0]).detach()
-        told = (self.critic(batch[0]) - self.critic(fake)).square().mean()
-        self.manual_backward(told)
+        judged = (self.critic(batch[0]) - self.critic(fake)).square().mean()
+        self.manual_backward(judged)
         second.step()
         self.untoggle_optimizer(second)
-        self.log_dict({"made": made, "told": told})
+        self.log_dict({"made": made, "judged": judged})
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         parts = (self.generator, self.critic)
@@ -485,9 +485,9 @@ def test_the_batch_size_finder_backs_off_from_a_small_budget():
 
 def test_with_warn_an_infeasible_budget_trains_on_and_warns_once():
     callback = planned("100 KiB", on_infeasible="warn")
-    with recorded() as said:
+    with recorded() as warned:
         fit(CallsItself, callback)
-    assert ["Nothing fits" in text for text in said] == [True]
+    assert ["Nothing fits" in text for text in warned] == [True]
     assert callback.plan.planned_peak_bytes > callback.plan.budget_bytes
 
 
@@ -571,11 +571,11 @@ def test_a_fit_prints_three_lines_and_writes_a_page(bar, tmp_path, shared_consol
     page = Path(logger.log_dir) / "hiremate_plan.html"
     text = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", screen.getvalue())
     lines = [line.split("\r")[-1] for line in text.split("\n")]
-    said = [line.rstrip() for line in lines if line.startswith("HiRemate plan of CallsItself")]
-    assert [line.split(":")[0] for line in said] == [
+    printed = [line.rstrip() for line in lines if line.startswith("HiRemate plan of CallsItself")]
+    assert [line.split(":")[0] for line in printed] == [
         f"HiRemate plan of CallsItself{ending}" for ending in ("", ", measured", ", more")
     ]
-    assert str(page) in said[2]
+    assert str(page) in printed[2]
     assert page.is_file()
     assert text.count("HiRemate plan of") == 3
 
@@ -606,8 +606,8 @@ def test_what_writes_a_page_names_the_plan_at_hand(tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     callback = HiRemateCallback("100%")
     quiet_trainer(callback).fit(CallsItself(), batches(5))
-    said = re.search(r"more: .* shows a table; (.*) writes a page", capsys.readouterr().err)
-    assert said is not None
-    assert "get_plan" not in said[1]
-    exec(said[1], {"callback": callback})
+    printed = re.search(r"more: .* shows a table; (.*) writes a page", capsys.readouterr().err)
+    assert printed is not None
+    assert "get_plan" not in printed[1]
+    exec(printed[1], {"callback": callback})
     assert (tmp_path / "plan.html").stat().st_size

@@ -372,8 +372,8 @@ def test_the_advice_on_a_compiled_model_runs_as_printed(tmp_path, monkeypatch, c
     call = compiled(model, verbose=True)
     train(call, model)
 
-    said = capsys.readouterr().err
-    full, code = re.search(r"more: (options=.*) shows a table; (.*) writes a page", said).groups()
+    printed = capsys.readouterr().err
+    full, code = re.search(r"more: (options=.*) shows a table; (.*) writes a page", printed).groups()
     exec(code, {"model": call})
     assert (tmp_path / "plan.html").stat().st_size
     options: dict = {}

@@ -89,8 +89,8 @@ def test_it_is_put_back_when_the_plan_goes(make, capsys):
     hiremate(model, "70%", time_limit_s=2)
     take_steps(model, make_batch, 2, clears="never")
     assert not any(function in before for function in functions_of(model))
-    said = capsys.readouterr().err
-    assert said.count(f"in place of activation checkpointing ({BLOCKS} modules): peak about") == 1
+    printed = capsys.readouterr().err
+    assert printed.count(f"in place of activation checkpointing ({BLOCKS} modules): peak about") == 1
     remove_hiremate(model)
     assert functions_of(model) == before
     assert len(before) == BLOCKS

@@ -83,12 +83,12 @@ def run_both(capsys, budget: str, script: str, *arguments: str, out: str = "out.
     printed = capsys.readouterr().out
     Path(out).rename("plain.pt")
     assert main(["--budget", budget, *QUICK, "--json", "plan.json", str(SCRIPTS / script), *arguments]) == 0
-    said = capsys.readouterr()
-    assert [line for line in said.out.splitlines() if "HiRemate plan" not in line] == printed.splitlines()
+    output = capsys.readouterr()
+    assert [line for line in output.out.splitlines() if "HiRemate plan" not in line] == printed.splitlines()
     assert_same(Path(out), Path("plain.pt"))
     [model] = json.loads(Path("plan.json").read_text())["models"]
     plan = model["plan"]
-    assert f"{model['model']}: peak" in said.err
+    assert f"{model['model']}: peak" in output.err
     assert (plan["measured_peak_bytes"] or plan["planned_peak_bytes"]) <= plan["budget_bytes"]
     return plan
 
@@ -269,11 +269,11 @@ def test_exit_codes_are_those_of_the_script(text, kind, code):
 def test_an_error_of_the_script_shows_its_own_traceback(capsys):
     write("train.py", "def f():\n    raise ValueError('wrong')\n\nf()")
     assert run("train.py") == 1
-    said = capsys.readouterr().err
-    assert "ValueError: wrong" in said
-    assert "runpy" not in said
-    assert "command_line" not in said
-    assert "no training step was seen: the script ended before one, by ValueError: wrong" in said
+    printed = capsys.readouterr().err
+    assert "ValueError: wrong" in printed
+    assert "runpy" not in printed
+    assert "command_line" not in printed
+    assert "no training step was seen: the script ended before one, by ValueError: wrong" in printed
 
 
 def test_a_file_that_cant_be_written_leaves_the_exit_code(capsys):
@@ -389,19 +389,19 @@ def test_a_dry_run_stops_after_the_plan_was_measured(capsys):
     with pytest.raises(SystemExit) as stop:
         run("--dry-run", "--html", "plan.html", "train.py")
     assert stop.value.code == 0
-    said = capsys.readouterr().err
-    assert "Net: peak" in said
-    assert "stopped by --dry-run after 2 updates of the weights" in said
-    assert "run --html" not in said, "it was asked for"
+    printed = capsys.readouterr().err
+    assert "Net: peak" in printed
+    assert "stopped by --dry-run after 2 updates of the weights" in printed
+    assert "run --html" not in printed, "it was asked for"
     assert Path("plan.html").is_file()
 
 
 def test_a_dry_run_of_one_step_says_what_it_lacks(capsys):
     write("train.py", LOOP.replace("range(4):", "range(1):"))
     assert run("--dry-run", "train.py") == 0
-    said = capsys.readouterr().err
-    assert "Net: no plan was made. One is made in the second step; 2 are needed at least" in said
-    assert "stopped by --dry-run" not in said
+    printed = capsys.readouterr().err
+    assert "Net: no plan was made. One is made in the second step; 2 are needed at least" in printed
+    assert "stopped by --dry-run" not in printed
 
 
 def test_targets_are_chosen_by_path(capsys):
@@ -457,9 +457,9 @@ def test_a_script_that_plans_by_itself_wins(capsys, trainings):
     """Whether its model was found before that, or not."""
     write("train.py", ITSELF)
     assert run("train.py", str(trainings)) == 0
-    said = capsys.readouterr()
-    assert said.out == "95%\n"
-    assert "the script plans Net by itself: that holds" in said.err
+    printed = capsys.readouterr()
+    assert printed.out == "95%\n"
+    assert "the script plans Net by itself: that holds" in printed.err
 
 
 TRAIN = """
@@ -525,10 +525,10 @@ def test_other_styles_train_the_same(capsys, monkeypatch, style):
     python(Path("train.py").absolute())
     printed = capsys.readouterr().out
     assert run("--on-infeasible", "warn", "--json", "plan.json", "train.py") == 0
-    said = capsys.readouterr()
-    assert said.out == printed
+    output = capsys.readouterr()
+    assert output.out == printed
     assert len(looks) <= 3
-    assert said.err.count("in place of torch.compile") >= ("compiled" in style)
+    assert output.err.count("in place of torch.compile") >= ("compiled" in style)
     assert plan_written()["planned_peak_bytes"] < plan_written()["unplanned_peak_bytes"]
 
 
@@ -540,9 +540,9 @@ def test_processes_that_a_script_started_itself_are_refused(capsys):
         assert run("train.py") == 2
     finally:
         torch.distributed.destroy_process_group()
-    said = capsys.readouterr().err
-    assert "The script trains in 2 processes and has started the others itself" in said
-    assert "Start all of them: torchrun --nproc-per-node 2 -m hiremate_lightning.run" in said
+    printed = capsys.readouterr().err
+    assert "The script trains in 2 processes and has started the others itself" in printed
+    assert "Start all of them: torchrun --nproc-per-node 2 -m hiremate_lightning.run" in printed
 
 
 def test_options_that_are_not_there_are_named(capsys):

@@ -199,7 +199,7 @@ def test_numbers_are_looked_at_and_answered(asked, looked_at, more):
     assert answer(found) == "4 GPUs are enough, with +10.0% time for recomputation." + more
 
 
-def test_a_number_is_read_and_told_in_a_line():
+def test_numbers_of_gpus_are_read_and_written_in_a_line():
     assert [read_counts(text) for text in ("1", "2, 4,2", "auto")] == [(1,), (2, 4), ()]
     assert count_line(count(1, False, 2**30)) == "1 GPU: does not fit, the smallest peak found is 1.00 GiB"
     assert count_line(count(2, True, 2**30)) == "2 GPUs: fits, peak 1.00 GiB, extra time +10.0%"

@@ -56,7 +56,7 @@ def test_models_of_others_stay_within_the_budget(ranks: Ranks, name: str):
     for left in ranks:
         plain, planned = left[name]
         (plan,) = planned.plans
-        assert planned.said == []
+        assert planned.warned == []
         assert 0.99 * plan.planned_peak_bytes <= plan.measured.peak_bytes <= plan.budget_bytes
         if plain.peak_bytes:  # measured beside it, which the Trainer's loop leaves no place for
             predicted = plan.planned_peak_bytes - plan.resident_bytes
@@ -96,7 +96,7 @@ def test_a_sharded_model_trains_as_without_a_plan(ranks: Ranks, case: Case):
         if case.gloo:  # it frees the buffers of collectives inside of graphs, unseen
             assert predicted < plan.unplanned_peak_bytes - plan.resident_bytes
             continue
-        assert planned.said == []
+        assert planned.warned == []
         assert (0.8 if case.keeps else 0.99) * predicted <= planned.peak_bytes <= 1.001 * predicted
         assert plan.measured.peak_bytes is not None
         assert plan.measured.peak_bytes <= plan.budget_bytes
@@ -117,7 +117,7 @@ def test_stages_of_a_pipeline_train_as_without_a_plan(ranks: Ranks, case: Pipeli
         plain, planned = left[case.name]
         for name in ("losses", "gradients", "weights"):
             assert_same(getattr(planned, name), getattr(plain, name), name)
-        assert planned.said == []
+        assert planned.warned == []
         measured = [plan for plan in planned.plans if plan.measured.peak_bytes is not None]
         assert all(max(plan.measured.peak_bytes, plan.planned_peak_bytes) <= plan.budget_bytes for plan in measured)
         found = max(plan.measured.peak_bytes for plan in measured)

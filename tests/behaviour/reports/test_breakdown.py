@@ -216,7 +216,7 @@ def test_what_may_be_slower_is_not_called_optimal(changes, words):
 
 
 @pytest.mark.parametrize(
-    ("measured", "said"),
+    ("measured", "text"),
     [
         ({}, "nothing yet"),
         ({"peak_bytes": 3_800_000}, "peak 3.62 MiB, predicted 3.69 MiB, budget 3.79 MiB"),
@@ -228,5 +228,5 @@ def test_what_may_be_slower_is_not_called_optimal(changes, words):
         ),
     ],
 )
-def test_measured_stands_beside_predicted(measured: dict[str, Any], said: str):
-    assert measured_line(blocks_plan(4).with_measured(**measured)) == f"HiRemate plan of GPT, measured: {said}"
+def test_measured_stands_beside_predicted(measured: dict[str, Any], text: str):
+    assert measured_line(blocks_plan(4).with_measured(**measured)) == f"HiRemate plan of GPT, measured: {text}"

@@ -1,4 +1,4 @@
-"""Each plan is told once, and a budget does not change without a word."""
+"""Each plan is reported once, and no budget changes without a message."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.tiny import blocks_plan
 STATE = ("optimizer state", 2**18)
 
 
-class Told:
-    """Reports of one step signature, and what they said since the last look."""
+class Reports:
+    """Reports of one step signature, and their lines since the last look."""
 
     def __init__(self) -> None:
         self.console, self.signature = Console(file=io.StringIO(), width=200), StepSignature((0,))
@@ -32,47 +32,47 @@ class Told:
     def planned(self, *plans: Plan) -> list[str]:
         for plan in plans:
             self.reports.planned(self.signature, plan)
-        return self.said()
+        return self.new_lines()
 
     def kept(self, *plans: Plan) -> list[str]:
         for plan in plans:
             self.reports.kept(self.signature, plan)
-        return self.said()
+        return self.new_lines()
 
     def measured(self, *pairs: tuple[Plan, int]) -> list[str]:
         for plan, peak_bytes in pairs:
             measured = plan.with_measured(peak_bytes=peak_bytes, step_ms=10.0, recompute_ms=1.0)
             self.reports.measured(self.signature, measured)
-        return self.said()
+        return self.new_lines()
 
-    def said(self) -> list[str]:
+    def new_lines(self) -> list[str]:
         lines = self.console.file.getvalue().splitlines()
         self.console.file.truncate(0)
         self.console.file.seek(0)
         return [line for line in lines if ", more: " not in line]
 
 
-def test_a_measurement_is_said_once():
-    """One above the budget is said again, and so is that of a new plan."""
+def test_a_measurement_is_reported_once():
+    """A peak above the budget is reported again, and so is the peak of a new plan."""
     plan = blocks_plan(2)
     over = plan.budget_bytes + 1
-    lines = Told().measured((plan, 1000), (plan, 1001), (plan, over), (plan, over + 1))
+    lines = Reports().measured((plan, 1000), (plan, 1001), (plan, over), (plan, over + 1))
     assert ["OVER the budget" in line for line in lines] == [False, True]
-    assert len(Told().measured((plan, 1000), (blocks_plan(4), 1000))) == 2
+    assert len(Reports().measured((plan, 1000), (blocks_plan(4), 1000))) == 2
 
 
 def test_a_budget_that_changes_comes_with_its_reason():
     """Also where it is smaller: a new optimizer has no state yet, though a resized weight is a little larger."""
-    plan, told = blocks_plan(2), Told()
-    told.planned(plan)
+    plan, reports = blocks_plan(2), Reports()
+    reports.planned(plan)
     more = plan.changed(budget_bytes=plan.budget_bytes + STATE[1], resident_parts=(*plan.resident_parts, STATE))
-    (line,) = told.kept(more, more)
+    (line,) = reports.kept(more, more)
     assert line.startswith("HiRemate plan of GPT: budget ")
     assert line.endswith(", since 256 KiB of optimizer state came, and a share is of what a step adds to that")
 
-    told = Told()
-    told.planned(plan.changed(budget_bytes=plan.budget_bytes + STATE[1], resident_parts=(STATE,)))
-    (line,) = told.kept(plan.changed(resident_parts=(("weights", 2048),)))
+    reports = Reports()
+    reports.planned(plan.changed(budget_bytes=plan.budget_bytes + STATE[1], resident_parts=(STATE,)))
+    (line,) = reports.kept(plan.changed(resident_parts=(("weights", 2048),)))
     assert line.endswith(", since 256 KiB of optimizer state is gone, and a share is of what a step adds to the rest")
 
 
@@ -91,13 +91,13 @@ UNSAID = {
 
 @pytest.mark.parametrize("changes", UNSAID.values(), ids=UNSAID)
 def test_no_line_names_a_budget_that_stays_or_comes_back(changes: list[dict[str, object]]):
-    assert Told().kept(*(PLAN.changed(**change) for change in changes)) == []
+    assert Reports().kept(*(PLAN.changed(**change) for change in changes)) == []
 
 
 def test_a_plan_that_is_made_again_comes_with_its_reason():
     plan = blocks_plan(2)
-    said = Told().planned(plan, plan.changed(resident_parts=(*plan.resident_parts, STATE)))
-    assert said[1] == "HiRemate plan of GPT is made again, since 256 KiB of optimizer state came"
+    lines = Reports().planned(plan, plan.changed(resident_parts=(*plan.resident_parts, STATE)))
+    assert lines[1] == "HiRemate plan of GPT is made again, since 256 KiB of optimizer state came"
 
 
 def test_another_budget_that_was_asked_for_needs_no_reason(capsys: pytest.CaptureFixture[str]):
@@ -117,8 +117,8 @@ def test_a_share_that_grows_by_the_optimizers_state_says_so(capsys: pytest.Captu
         if index % 2:
             optimizer.step()
             optimizer.zero_grad()
-    said = re.findall(r"budget \S+ MiB -> \S+ MiB, since 260 KiB of optimizer state came", capsys.readouterr().err)
-    assert len(said) == 1
+    lines = re.findall(r"budget \S+ MiB -> \S+ MiB, since 260 KiB of optimizer state came", capsys.readouterr().err)
+    assert len(lines) == 1
 
 
 def test_ten_steps_say_three_lines(capsys: pytest.CaptureFixture[str]):
@@ -144,9 +144,9 @@ def test_the_advice_runs_as_it_is_printed(
         return model
 
     model = train()
-    said = re.search(r"more: (.*) shows a table; (.*) writes a page", capsys.readouterr().err)
-    assert said is not None
-    exec(said[2], {"model": model})
+    found = re.search(r"more: (.*) shows a table; (.*) writes a page", capsys.readouterr().err)
+    assert found is not None
+    exec(found[2], {"model": model})
     assert (tmp_path / "plan.html").stat().st_size
-    train(said[1])
+    train(found[1])
     assert "| module " in capsys.readouterr().err

@@ -103,7 +103,7 @@ def test_the_page_is_written_to_the_folder_of_the_run(tmp_path: Path):
         assert page.is_file() == (more is None)
 
 
-def test_what_would_save_memory_is_said():
+def test_the_report_advises_what_would_save_memory():
     console, plan = terminal(), blocks_plan(2)
     Reporter(console=console).planned(replace(plan, budget_bytes=plan.resident_bytes + 1))
     assert "of the budget exist before the step (weights, optimizer state, batch)" in written(console)
@@ -201,7 +201,7 @@ def test_many_short_stages_are_a_long_wait(change_thresholds: Callable[..., None
     assert written(console) == before
 
 
-def test_a_long_wait_is_said_before_it_and_explained_after_it(change_thresholds: Callable[..., None]):
+def test_a_long_wait_is_announced_and_explained_afterwards(change_thresholds: Callable[..., None]):
     change_thresholds(long_stage_s=5.0)
     console = terminal()
     reporter = Reporter(console=console)
@@ -211,10 +211,10 @@ def test_a_long_wait_is_said_before_it_and_explained_after_it(change_thresholds:
     long = blocks_plan(2).changed(planning=PlanningTime(capture_s=30.0, prove_s=3.0, solve_s=4.0))
     for _ in range(2):
         reporter.planned(long)
-    said = written(console).splitlines()
-    assert said[0].startswith("HiRemate: the first two steps of GPT take about 35 s longer than later ones")
-    assert said[2] == "  planned in 37 s: tracing 30 s, proving 3 s, solving 4 s"
-    assert len(said) == 4
+    lines = written(console).splitlines()
+    assert lines[0].startswith("HiRemate: the first two steps of GPT take about 35 s longer than later ones")
+    assert lines[2] == "  planned in 37 s: tracing 30 s, proving 3 s, solving 4 s"
+    assert len(lines) == 4
 
 
 def test_a_terminal_gets_progress_then_the_table_then_lines():

@@ -74,10 +74,10 @@ def test_a_budget_far_above_all_memory_is_not_drawn(tmp_path: Path):
 def test_the_legend_names_each_band_once_and_fits_the_picture(tmp_path: Path):
     plan = replace(mixed_plan(4), resident_parts=(("parameters", 2_000_000),))
     picture = draw(plan, tmp_path, width=480)
-    said = words(picture)
+    texts = words(picture)
     drawn = (band.value for band in Band if band not in (Band.PASSING, Band.OFFLOADED))
     names = ["parameters, resident", *drawn, "budget, 4.76 MiB"]
-    assert [said.count(name) for name in names] == [1] * len(names)
+    assert [texts.count(name) for name in names] == [1] * len(names)
     corners = [
         float(text.attrib["x"]) + 6.6 * len("".join(text.itertext()))
         for text in picture.iterfind("svg:text", NAMESPACE)

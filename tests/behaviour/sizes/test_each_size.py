@@ -116,7 +116,7 @@ def counting(self, x: torch.Tensor) -> torch.Tensor:
 
 @network(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "rows": 1})
 def first(self, x: torch.Tensor) -> torch.Tensor:
-    """Looks at as many rows as it is told to."""
+    """Looks at the given number of rows."""
     self.rows += 1
     return self.linear(x[:, : self.rows]).relu()
 
@@ -213,17 +213,17 @@ def test_what_is_not_traced_for_a_size_runs_eager_and_says_so(monkeypatch):
     texts = []
     for step, rows in enumerate((8, 9, 11, 10, 12, 10)):
         x = torch.randn(rows, WIDTH)
-        with recorded() as said:
+        with recorded() as warned:
             for module in (plain, model):
                 torch.manual_seed(step)
                 module(x).sum().backward()
-        texts.append(said)
+        texts.append(warned)
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
     at_ten = texts.pop(3)
     assert at_ten[0] == (
         "torch.compile could not capture a part of Sequential, which runs without a plan: AssertionError: ten rows"
     )
-    assert not any(texts), "nothing else is said, and that only once"
+    assert not any(texts), "one warning, and only once"
     remove_hiremate(model)
 
 

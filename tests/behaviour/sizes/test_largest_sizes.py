@@ -164,9 +164,9 @@ def test_an_argument_or_dimension_that_no_call_has_is_refused(sizes, steps, word
 
 def test_a_size_beyond_those_named_is_announced_once():
     model = reader(sizes={"words": {1: (1, SHORT)}})
-    with recorded() as said:
+    with recorded() as warned:
         train(model, SHORT + 8, SHORT + 8)
-    (text,) = said
+    (text,) = warned
     assert "The size 48 of dimension 1 of words is not among those named, 1 to 40" in text
 
 
@@ -187,9 +187,9 @@ class Fixed(Reader):
 )
 def test_a_size_that_can_not_be_planned_ahead_is_announced(kind, budget, length, words):
     model = reader(budget, kind=kind)
-    with recorded() as said:
+    with recorded() as warned:
         train(model, length, length)
-    assert any(words in text for text in said)
+    assert any(words in text for text in warned)
     assert len(session_of(model).plans) == 1
 
 

@@ -208,7 +208,7 @@ def test_samples_keep_sizes_equal_that_always_were(recwarn: pytest.WarningsRecor
     """Made-up keys are as long as made-up values, and as their mask: the kernel of attention does not check that."""
     torch.manual_seed(0)
     planned_alike(recalling(), recall, "70%", on_infeasible="warn")
-    assert not [str(told.message) for told in recwarn if "can't be measured alone" in str(told.message)]
+    assert not [str(warning.message) for warning in recwarn if "can't be measured alone" in str(warning.message)]
 
 
 def test_several_new_sizes_wait_for_their_backwards():

@@ -49,7 +49,7 @@ def test_larger_sizes_run_by_decisions_made_once(planning_log):
 
 
 def test_beyond_max_plans_larger_sizes_run_at_the_least_memory(planning_log):
-    """It is searched once, and said of nobody: no size waits for a plan of its own."""
+    """The least memory is searched once, without a message: no size waits for a plan of its own."""
     plain, planned, added_bytes = with_code(max_plans=1)
     for length in LONGER:
         train_alike(plain, planned, length)

@@ -109,7 +109,7 @@ def test_the_first_way_that_fits_is_chosen():
     assert ways == [SavedTensors.IN_MEMORY, SavedTensors.OFFLOADED, None]
 
 
-def test_calls_of_another_form_tell_nothing():
+def test_calls_of_another_form_predict_nothing():
     """Signatures that are called like a step are found by its first calls."""
     plain = known(captured(4, 100))
     for others in ([call(4)], [call(4, 60, dtype=torch.float64)], [call(4, 60, name="other")], [call(4, 60)] * 2):
@@ -122,7 +122,7 @@ def test_calls_of_another_form_tell_nothing():
     assert plain.called_like([call(4, 100)]) == []
 
 
-def test_a_step_without_rows_tells_nothing_of_steps_with_rows():
+def test_a_step_without_rows_predicts_none_with_rows():
     plain = known(captured(0, 100))
     assert takes(plain, 4, 50) is None
     assert takes(plain, 0, 50) is not None

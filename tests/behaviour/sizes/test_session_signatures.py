@@ -55,11 +55,11 @@ def test_a_signature_that_was_not_foreseen_meets_what_has_grown():
 @pytest.mark.parametrize("steps_before", [1, 6])
 def test_max_plans_is_announced_once(steps_before):
     model = warm_up(planned(max_plans=1), steps=steps_before)
-    with recorded() as said:
+    with recorded() as warned:
         for index in range(6):
             step(model, index, rows=2 * ROWS)
     assert len(plans(model)) == 1
-    assert len([text for text in said if "max_plans" in text]) == 1
+    assert len([text for text in warned if "max_plans" in text]) == 1
 
 
 def test_a_step_of_other_code_is_not_taken_for_another_size():
@@ -133,7 +133,7 @@ def test_an_epoch_is_not_measured_for_its_last_batch():
 
 def test_a_first_step_above_its_budget_is_announced_once():
     model = planned("70%")
-    with recorded() as said:
+    with recorded() as warned:
         for index in range(3):
             step(model, index)
         session = session_of(model)
@@ -145,7 +145,7 @@ def test_a_first_step_above_its_budget_is_announced_once():
         history.install(other, signature.plan, {})
         for excess in (2**10, 2**20, 2**21):
             planned_signatures.warn_of_first_step(other, signature.plan.budget_bytes + excess)
-    (text,) = said
+    (text,) = warned
     assert "The first step of another signature took" in text
     assert "1.00 MiB above its budget, since it had no plan yet" in text
 
@@ -194,20 +194,20 @@ def test_steps_that_begin_alike_stay_within_the_budget():
     hiremate(model, f"{short.unplanned_peak_bytes + 12288} B")
     plan = session_of(model).plans[0, 2]
     assert plan.solution.recompute_ms > 0
-    with recorded() as said:
+    with recorded() as warned:
         for sign in (1, 1, 1, -1, -1, -1, 1, 1, -1, 1, -1, -1, 1, 1, -1, 1, 1, -1, 1, -1, -1, 1):
             gc.collect()
             assert measure_peak(lambda sign=sign: go(sign)) + plan.resident_bytes <= plan.budget_bytes
-    assert not said, "the first step that began by the wrong plan went on by one that fits"
+    assert not warned, "the first step that began by the wrong plan went on by one that fits"
 
 
 @pytest.mark.parametrize("budget", ["75%", "100%"])
 def test_a_peak_is_compared_with_what_existed_before_its_step(budget):
     model = planned(budget)
-    with recorded() as said:
+    with recorded() as warned:
         for index in range(12):
             step(model, index, ROWS - 8 if index % 4 == 3 else ROWS)  # the last batch of each epoch is smaller
-    assert not said
+    assert not warned
     assert all(signature.recorded.margin_bytes == 0 for signature in session_of(model).model.history.recorded)
 
 
@@ -255,7 +255,7 @@ def train_leaving_out(budget: float | str | None, steps: int = 24) -> tuple[nn.M
 def test_steps_that_leave_out_layers_stay_within_the_budget(is_share):
     """So does the first step of a signature that runs no more than one before it, and all have one budget."""
     _, _, plain, expected = train_leaving_out(None)
-    with recorded() as said:
+    with recorded() as warned:
         model, counts, peaks, found = train_leaving_out("60%" if is_share else int(0.6 * max(plain)))
     assert_same(found, expected)
     (budget_bytes,) = {plan.budget_bytes for plan in plans(model)}
@@ -265,7 +265,7 @@ def test_steps_that_leave_out_layers_stay_within_the_budget(is_share):
     assert len(set(counts)) > 3
     assert min(counts[known.index(max(counts)) :]) < max(counts), "smaller ones come after the largest"
     assert max(peaks) > 0.87 * budget_bytes  # how much the fastest plan uses depends on measured times
-    assert not over or any("began by the wrong plan" in text for text in said)
+    assert not over or any("began by the wrong plan" in text for text in warned)
 
 
 @network(lambda: {"up": nn.Linear(WIDTH, 2 * WIDTH), "down": nn.Linear(2 * WIDTH, WIDTH)})

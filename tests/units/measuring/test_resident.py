@@ -15,7 +15,7 @@ from hiremate_lightning.measuring.resident import BESIDE, Resident
 from hiremate_lightning.measuring.resident_memory import ResidentMemory
 
 
-def test_an_optimizer_of_the_model_is_told_from_others():
+def test_an_optimizer_of_the_model_is_known_from_others():
     """One that gets parameters of the model later is seen."""
     own, other = nn.Linear(2, 2), nn.Linear(2, 2)
     memory, optimizer = ResidentMemory(own), torch.optim.SGD(other.parameters(), lr=0.1)

@@ -139,7 +139,7 @@ def test_meters_give_way_where_another_profiler_begins():
     assert measure_peak(lambda: floats(16 * KB)) == 16 * KB
 
 
-def test_nothing_is_said_of_what_was_allocated_before():
+def test_blocks_allocated_before_are_not_logged():
     code = (
         "import torch\n"
         "from hiremate_lightning.memory.metering import measure_peak\n"

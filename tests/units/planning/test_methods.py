@@ -89,7 +89,7 @@ def test_a_methods_proposal_stands_beside_the_plan_made_of_it():
     assert solution.note == ""
 
 
-def test_where_no_schedule_of_a_method_fits_the_repair_is_told():
+def test_the_repair_is_noted_if_no_schedule_of_a_method_fits():
     solution, budget = solved("min_memory", chain(12, KB), 50)
     assert solution.is_feasible
     assert solution.proposed_bytes > budget

@@ -70,7 +70,7 @@ def test_a_spoiled_file_is_ignored_with_a_warning(solved, tmp_path, caplog, spoi
     assert words in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_is_said(tmp_path, caplog):
+def test_a_folder_that_cannot_be_written_warns(tmp_path, caplog):
     problem = problem_of(transformer(2), 1_500_000)
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING, "hiremate_lightning"):
@@ -78,13 +78,13 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path, caplog):
     assert "the next run solves again" in caplog.text
 
 
-def test_what_is_remembered_holds_on_to_nobody_who_was_told():
+def test_a_remembered_solution_holds_no_listener():
     class Reporter:
-        def told(self, best_ms: float, bound_ms: float) -> None:
+        def heard(self, best_ms: float, bound_ms: float) -> None:
             """Hear of a better schedule."""
 
     reporter = Reporter()
-    problem = problem_of(transformer(2), 1_500_000, progress=reporter.told)
+    problem = problem_of(transformer(2), 1_500_000, progress=reporter.heard)
     assert remembering(get_strategy("segments"), "portfolio")(problem).is_feasible
     left = weakref.ref(reporter)
     del reporter, problem

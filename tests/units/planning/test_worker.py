@@ -36,14 +36,14 @@ def problem_at(percent, **options):
 
 
 def test_a_worker_finds_what_solving_in_place_finds():
-    told = []
+    reported = []
     problem = problem_at(80)
-    hearing = replace(problem, options=replace(problem.options, progress=lambda *progress: told.append(progress)))
+    hearing = replace(problem, options=replace(problem.options, progress=lambda *progress: reported.append(progress)))
     apart_found, found = apart("portfolio")(hearing), get_strategy("portfolio")(problem)
     assert found.is_feasible
     assert replace(apart_found, solve_s=0.0) == replace(found, solve_s=0.0)
-    assert told[-1][0] == pytest.approx(apart_found.recompute_ms)
-    assert told == sorted(told, key=lambda t: (-t[0], t[1]))
+    assert reported[-1][0] == pytest.approx(apart_found.recompute_ms)
+    assert reported == sorted(reported, key=lambda t: (-t[0], t[1]))
 
 
 def test_a_crash_is_no_solution_and_the_next_solve_works(own_worker, monkeypatch, caplog):
@@ -144,7 +144,7 @@ class TestBackends:
     [("portfolio", 0.0, "ended with -9", False), ("fastest", 60, "Unknown solver 'fastest'", True)],
     ids=["takes too long", "raises"],
 )
-def test_a_solve_that_fails_there_is_told_here(own_worker, name, limit_s, words, is_usable):
+def test_a_solve_that_fails_in_the_worker_is_reported_here(own_worker, name, limit_s, words, is_usable):
     """What takes too long is ended with its process."""
     with pytest.raises(WorkerLostError, match=words):
         own_worker.solve(problem_at(80), name, limit_s)

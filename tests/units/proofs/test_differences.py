@@ -85,7 +85,7 @@ APART = {  # and whether that is rounding; None where it is the same
 
 
 @pytest.mark.parametrize("name", APART)
-def test_differences_are_told_from_rounding_and_equality(name):
+def test_differences_are_known_from_rounding_and_equality(name):
     one, other, is_rounding = APART[name]
     found, roundings = differences(TrialOutcome({"x": one}, {}), TrialOutcome({"x": other}, {}))
     assert [difference.is_rounding for difference in found] == ([] if is_rounding is None else [is_rounding])

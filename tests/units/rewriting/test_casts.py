@@ -58,10 +58,10 @@ def test_values_are_shown_in_the_types_that_kernels_give(norm):
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_all_operations_can_be_measured(norm):
-    with recorded() as said:
+    with recorded() as warned:
         model = hiremate(Normed(norm), "80%", on_infeasible="warn", verbose=False)
         model(torch.randn(ROWS, CHANNELS)).float().square().mean().backward()
-    assert not [text for text in said if "can't be measured" in text]
+    assert not [text for text in warned if "can't be measured" in text]
 
 
 @pytest.mark.parametrize("norm", NORMS)

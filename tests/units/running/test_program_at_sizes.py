@@ -131,7 +131,7 @@ def test_programs_serve_traced_sizes_too(lengths: dict[int, Captured]):
         assert equal(results(captured, programs.at((size,))), expected)
 
 
-def test_two_sizes_tell_too_little(lengths: dict[int, Captured]):
+def test_two_sizes_are_too_few(lengths: dict[int, Captured]):
     traced = {size: lengths[size] for size in (5, 8)}
     with pytest.raises(SizesDifferError, match="3 sizes or more"):
         programs_of(traced, keep_all(lengths[5].graph))

@@ -1,4 +1,4 @@
-"""Sizes of the calls of a step that are to come, told by those of the first."""
+"""Sizes of the later calls of a step, from those of the first."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def learned(*steps: list[SimpleNamespace]) -> SizesOfCalls:
 
 
 THREE = step(40, 39), step(46, 45), step(59, 58)
-TOLD = {
+FORESEEN = {
     "three steps": ((step(40, 39, 160), step(46, 45, 184), step(59, 58, 236)), [("second", (99, 400))]),
     "two steps": (THREE[:2], []),
     "sizes that do not follow, as those of a decoder": ((step(40, 7), step(46, 31), step(59, 12)), []),
@@ -45,9 +45,9 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize(("steps", "told"), TOLD.values(), ids=TOLD)
-def test_three_steps_alike_tell_the_sizes_of_what_is_to_come(steps, told):
-    assert learned(*steps).foresee(step(100)[:1]) == told
+@pytest.mark.parametrize(("steps", "foreseen"), FORESEEN.values(), ids=FORESEEN)
+def test_three_steps_alike_determine_the_sizes_of_later_calls(steps, foreseen):
+    assert learned(*steps).foresee(step(100)[:1]) == foreseen
 
 
 def test_what_never_varied_must_not_vary():

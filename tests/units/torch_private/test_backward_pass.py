@@ -1,4 +1,4 @@
-"""What is told of a running backward: each test fails loudly where a private torch API has moved."""
+"""What is known of a running backward: each test fails loudly where a private torch API has moved."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_backward_knows_whether_it_can_be_differentiated():
     assert not backward_pass.creates_graph()
 
 
-def test_the_end_of_a_backward_is_told():
+def test_the_end_of_a_backward_is_reported():
     heard = []
 
     def tell():

@@ -233,9 +233,9 @@ def test_both_ways_serve_all_sizes(function):
 def checks_with_a_message(x, mask):
     """What transformers' models of pictures and texts do: the message shows a tensor, then a size, and is dropped."""
     there = mask.sum()
-    said = f"found {there}, expected {x.shape[1]:>3}"
+    text = f"found {there}, expected {x.shape[1]:>3}"
     torch._check_tensor_all(there == mask.numel())
-    return x if said is None else x.sin()
+    return x if text is None else x.sin()
 
 
 def test_a_check_of_integers_and_its_message_serve_all_sizes():

@@ -209,8 +209,8 @@ def _written(guard: Any) -> tuple[str, ...]:
     details = {**getattr(guard.create_fn, "keywords", {})}
     if isinstance(details.get("key"), int):
         details["key"] = "a number of a hook"  # which is another one each time
-    told = [f"{key}={getattr(value, 'name', value)}" for key, value in details.items() if key != "value"]
-    return tuple(re.sub(r"_\d+_c\d+|dict___\d+", "", text) for text in (guard.name, guard.create_fn_name(), *told))
+    fields = [f"{key}={getattr(value, 'name', value)}" for key, value in details.items() if key != "value"]
+    return tuple(re.sub(r"_\d+_c\d+|dict___\d+", "", text) for text in (guard.name, guard.create_fn_name(), *fields))
 
 
 def _rows(graph: fx.GraphModule) -> list[tuple[Any, ...]]:
@@ -222,10 +222,10 @@ def _rows(graph: fx.GraphModule) -> list[tuple[Any, ...]]:
         called = [target for _, target in node.meta.get("source_fn_stack", ())]
         target = node.target if node.op != "placeholder" else str(node.target)
         given = fx.map_arg((node.args, dict(node.kwargs)), number.__getitem__)
-        said = None if node.op == "placeholder" else node.meta.get("stack_trace")
+        trace = None if node.op == "placeholder" else node.meta.get("stack_trace")
         meta = sorted(set(node.meta) - {"creation_timestamp"})
         shown = _shown(node.meta.get("example_value"), places)
-        rows.append((node.op, target, given, inside, called, said, meta, shown))
+        rows.append((node.op, target, given, inside, called, trace, meta, shown))
     return rows
 
 
