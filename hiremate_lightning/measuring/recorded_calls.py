@@ -8,7 +8,7 @@ from dataclasses import replace
 from .. import thresholds
 from ..memory.metering import Interval
 from ..records.graph import bytes_of
-from ..records.step import HELD_TO_THE_END, Call, Gap, Output, Stage
+from ..records.step import HELD_TO_THE_END, Call, Gap, Output, OutsideStage
 from .profiling import as_laid_out
 from .recording import StepRecord
 from .runs import CALLED, LEFT, OTHER, START, Event, Mark, Run
@@ -61,7 +61,9 @@ class _RecordedCalls:
             died = [(i, t) for i, t in lived if (i, t) not in alive and not record.runs[i].saves(t)]
         stages, called_at = self._stages(run, mark, lived, died)
         is_alone = not died and all(i == run.index for i, _ in lived)
-        unknown = [] if is_alone else [Stage(held=tuple(lived))]  # it is unknown when they die: a plan may save some
+        unknown = (
+            [] if is_alone else [OutsideStage(held=tuple(lived))]
+        )  # it is unknown when they die: a plan may save some
         begun = self._between(START, Event.FORWARD.of(run.index)) or Gap()
         ended = self._between(Event.BACKWARD_DONE.of(run.index), Event.ENDED.of(run.index)) or Gap()
         before = self.backwards.index(run)
@@ -116,7 +118,7 @@ class _RecordedCalls:
     # ---------------------------------------------------------------- memory of uncaptured code
 
     def _gap_after_forward(
-        self, done: Mark, following: Mark, died: Iterable[Output], stages: Sequence[Stage], called_at: int | None
+        self, done: Mark, following: Mark, died: Iterable[Output], stages: Sequence[OutsideStage], called_at: int | None
     ) -> Gap:
         """Return the gap after a forward, in bytes above the outputs that live on.
 
@@ -136,12 +138,12 @@ class _RecordedCalls:
 
     def _stages(
         self, run: Run, following: Mark, lived: Iterable[Output], died: Iterable[Output]
-    ) -> tuple[list[Stage], int | None]:
+    ) -> tuple[list[OutsideStage], int | None]:
         """Divide the uncaptured code after a forward into stages, at deaths of outputs and the call of the backward.
 
         Returns the stages and the number of them before that call; no stages if the death of an output was not seen.
         """
-        record, sizes, dead, stages = self._record, self._sizes(died), set[int](), list[Stage]()
+        record, sizes, dead, stages = self._record, self._sizes(died), set[int](), list[OutsideStage]()
         storage_of = {Mark(Event.RELEASED, i, t): record.runs[i].outputs[t][1] for i, t in died}
         spans = self._spans(Event.FORWARD_DONE.of(run.index), following)
         calls = [i for i, span in enumerate(spans) if span.label == CALLED]
@@ -158,7 +160,7 @@ class _RecordedCalls:
             if position == called:
                 called_at = len(stages)
             if not stages or position == called or held != stages[-1].held:
-                stages.append(Stage(held=held))
+                stages.append(OutsideStage(held=held))
             freed_bytes = sum(sizes[s] for s in dead) + (0 if called_at is None else stale_bytes)
             freed_bytes += returned_bytes if position >= left else 0
             above_bytes = span.peak_bytes - spans[0].start_bytes + freed_bytes

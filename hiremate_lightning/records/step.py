@@ -56,7 +56,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class OutsideStage:
     """A stage of the uncaptured code after a forward: the code up to the free of an output, or to the backward's call.
 
     Its peak counts above the bytes that live at the end of the forward, without the outputs that were freed since then.
@@ -88,7 +88,7 @@ class Call:
     is_retained: bool = False  # whether the backward frees no saved values, because it will run again
     # The uncaptured code after the forward, up to the last free of an output (of this or an earlier call) and up to the
     # call of the backward.
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[OutsideStage, ...] = ()
     # Number of stages that run before the call of the backward, where stale bytes end; None if not measured.
     called_at: int | None = None
     before_forward: Gap = Gap()  # uncaptured code before the first forward; empty for later calls

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hiremate_lightning.records.graph import Direction, Node, StorageKind
-from hiremate_lightning.records.step import Call, Gap, Stage
+from hiremate_lightning.records.step import Call, Gap, OutsideStage
 from tests.tiny import Builder, chain, shaped
 
 
@@ -86,13 +86,13 @@ def test_needed_tensors_are_read_or_returned_by_the_backward():
 
 def test_code_outside_grows_with_the_size_of_a_foreseen_step():
     graph, profile = chain(3)
-    gap, stage = Gap(10, 101), Stage(peak_bytes=7)
+    gap, stage = Gap(10, 101), OutsideStage(peak_bytes=7)
     call = Call(shaped(graph, (6, 10)), profile, stages=(stage,), after_forward=gap, before_backward=gap)
 
     larger = call.at_size(shaped(graph, (6, 15)), profile)
     assert larger.graph == shaped(graph, (6, 15))
     assert (larger.after_forward, larger.before_backward, larger.before_forward) == (Gap(15, 152), Gap(15, 152), Gap())
-    assert larger.stages == (Stage(peak_bytes=11),)
+    assert larger.stages == (OutsideStage(peak_bytes=11),)
 
     smaller = call.at_size(shaped(graph, (6, 5)), profile)
     assert (smaller.after_forward, smaller.stages) == (gap, (stage,))

@@ -14,7 +14,7 @@ from hiremate_lightning.planning.solvers.model import StepModel, decisions
 from hiremate_lightning.records.graph import OUTSIDE, Direction, Graph, StorageKind
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate, simulate_eager
-from hiremate_lightning.records.step import HELD_TO_THE_END, Call, Gap, Stage, Step, merge
+from hiremate_lightning.records.step import HELD_TO_THE_END, Call, Gap, OutsideStage, Step, merge
 from tests.helpers import lazy_rows, random_graph
 from tests.tiny import KB, Builder, chain, recompute_lazily
 
@@ -177,7 +177,7 @@ def test_stale_bytes_are_freed_first_if_their_end_is_unknown(sees_call, live_byt
     def live(held_bytes, given_bytes):
         first, last = two_calls(3, gap_after_first=Gap(held_bytes, held_bytes), gap_after_second=Gap(-given_bytes, 0))
         if sees_call:
-            last = replace(last, stages=(Stage(),), called_at=1)
+            last = replace(last, stages=(OutsideStage(),), called_at=1)
         return live_at_the_end(merge([first, last], [1, 0], stale_bytes=200))
 
     assert live(1000, 300) - live(0, 0) == live_bytes
@@ -252,7 +252,7 @@ def test_stale_gradients_count_in_the_forward_only():
 
 def test_stale_gradients_are_gone_when_the_backward_is_called():
     graph, profile = chain(3)
-    call = Call(graph, profile, stages=(Stage(peak_bytes=500),), after_forward=Gap(0, 2000))
+    call = Call(graph, profile, stages=(OutsideStage(peak_bytes=500),), after_forward=Gap(0, 2000))
 
     def peaks(called_at):
         step = merge([replace(call, called_at=called_at)], [0], stale_bytes=10_000)
@@ -267,7 +267,7 @@ def test_stale_gradients_are_gone_when_the_backward_is_called():
 @pytest.mark.parametrize("calls", [1, 2])
 def test_outputs_of_the_step_before_go_with_the_last_forward(calls):
     graph, profile = chain(3)
-    stages = (Stage(peak_bytes=500),)
+    stages = (OutsideStage(peak_bytes=500),)
     made = [replace(c, stages=stages) for c in ([Call(graph, profile)] if calls == 1 else two_calls(3))]
 
     def peaks(left_bytes):
