@@ -162,7 +162,7 @@ class GraphPrograms:
                     self._model.offloading.reserve(whole, [captured]),
                 )
                 (program,) = self._model.offloading.build(whole, [captured], unless_short(outcome))
-                self._least[part] = replace(program, protects=True)  # see `_build`
+                self._least[part] = replace(program, protects=True)  # see `_program_of`
         return self._least[part]
 
     # ---------------------------------------------------------------- plans of other sizes
@@ -212,7 +212,9 @@ class GraphPrograms:
         key = captured.made_from, captured.overwritten, decisions
         schedule = self._schedules.get(key) or lower(captured.graph, decisions)
         earlier = (program for program in programs if program.schedule == schedule)
-        program = next(earlier, None) or _build(captured, schedule)
+        program = next(earlier, None)
+        if program is None:  # outside code may still use the values: no step was seen yet
+            program = replace(program_of(captured, schedule), protects=True)
         if captured.made_from is not None:
             self._schedules[key] = program.schedule
         return program
@@ -313,8 +315,3 @@ def _without_doubtful(captured: Captured, profile: Profile) -> tuple[Graph, Prof
     graph = captured.graph
     doubtful = frozenset(i for i, t in enumerate(graph.tangents) if graph.tensors[t].shape)
     return without_missing(captured, doubtful if len(doubtful) < len(graph.tangents) else frozenset(), profile)
-
-
-def _build(captured: Captured, schedule: Schedule) -> Program:
-    # Outside code may still use the values: no step was seen yet.
-    return replace(program_of(captured, schedule), protects=True)

@@ -218,22 +218,20 @@ class PlanReports:
                 "torch.backends.cudnn.benchmark is on: convolutions that are computed again may take another algorithm "
                 "than before, and differ in the last bits. Turn it off for the same numbers bit for bit."
             )
-        if plan.exceeds_budget:
-            self.warn_least(signature, plan.planned_peak_bytes)
+        self.warn_least(signature, plan.planned_peak_bytes)
         self._messages.checkpointing(plan)
 
     def kept(self, signature: StepSignature, plan: Plan) -> None:
         """Report a plan that stays to the listeners, and show why its budget has changed."""
         self._report_why(signature, plan, is_new=False)
         self.notify(plan)
-        if plan.exceeds_budget:
-            self.warn_least(signature, plan.planned_peak_bytes)
+        self.warn_least(signature, plan.planned_peak_bytes)
 
     def warn_least(self, signature: StepSignature, peak_bytes: int) -> None:
-        """Warn that nothing fits, with the planned or measured peak, if it is clearly above the last one warned of."""
-        if not signature.recorded.is_provisional and peak_bytes > CLEARLY_MORE * self._said_bytes:
+        """Warn if nothing fits, with the planned or measured peak, if it is clearly above the last one warned of."""
+        plan, is_higher = signature.own_plan, peak_bytes > CLEARLY_MORE * self._said_bytes
+        if plan.exceeds_budget and is_higher and not signature.recorded.is_provisional:
             self._said_bytes = peak_bytes
-            plan = signature.own_plan
             largest = largest_words(plan.graph, plan.profile, plan.schedule, plan.planned)
             self._messages.least(peak_bytes, plan.budget_bytes, largest)
 

@@ -95,9 +95,8 @@ class PlanMaker:
         step = signature.recorded
         if not step.waits:
             return signature.own_plan.unplanned.peak_bytes
-        return (
-            self.waiting.at(signature, step, Holds.EVERYTHING).merge().eager_bytes + step.resident.eager_waiting_bytes
-        )
+        piece = self.waiting.at(signature, step, Holds.EVERYTHING).merge()
+        return piece.eager_bytes + step.resident.eager_waiting_bytes
 
     def limits(self, signature: StepSignature, step: RecordedStep) -> Limits:
         """Return the limits of a step signature, with the budget of one of its steps added."""

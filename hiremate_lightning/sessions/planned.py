@@ -355,11 +355,10 @@ class PlannedSignatures:
         self._note_before(signature, resident)
         if self.shortage.is_held:
             return None
-        is_least = plan.exceeds_budget
         step, adapted = self.maker.adapted(signature, resident_now)
         self._history.record(signature, step)
         limits, peak_bytes = step.limits, adapted.planned_peak_bytes + step.margin_bytes
-        if not limits.stays(resident_now, peak_bytes, is_least):
+        if not limits.stays(resident_now, peak_bytes, plan.exceeds_budget):
             log.info("%s is planned anew: resident bytes are now %s", self._name, format_bytes(resident_now.size_bytes))
             return self._plan(signature)
         self._history.install(signature, adapted, signature.programs)

@@ -158,7 +158,7 @@ class EagerPredictions:
     def __init__(self) -> None:
         self._learned: dict[StepSignature, CapturedStep] = {}  # planned steps from which predictions are made
         self._foreseen = deque[CapturedStep](maxlen=SAMPLES)
-        self._codes: dict[tuple[StepSignature, int], tuple[tuple[CapturedStep, ...], _EagerCode]] = {}
+        self._codes = Latest[tuple[object, ...], _EagerCode](16)
         self._predicted = Latest[tuple[object, ...], Prediction | None](1024)
         self._measured: dict[SavedTensors, list[_Measured]] = {}  # measured steps
         self._largest_bytes: dict[SavedTensors, int] = {}  # captured bytes of the largest measured step
@@ -248,17 +248,14 @@ class EagerPredictions:
         if first not in steps_of:
             return []
         codes = [first, *(code for code in steps_of if code != first)]
-        return [self._code(code, steps_of[code], count) for code in codes]
+        return [self._code(steps_of[code], count) for code in codes]
 
-    def _code(self, code: StepSignature, steps: Sequence[CapturedStep], count: int) -> _EagerCode:
+    def _code(self, steps: Sequence[CapturedStep], count: int) -> _EagerCode:
         """Return the memory of a code, by its largest step and the latest ones with other sizes."""
         largest = max(steps, key=lambda step: step.total_bytes)
         latest = {step.calls: step for step in steps if step.calls != largest.calls}
         chosen = largest, *list(latest.values())[1 - SAMPLES :]
-        read = self._codes.get((code, count))
-        if read is None or read[0] != chosen:
-            self._codes[code, count] = read = chosen, _EagerCode(chosen, count)
-        return read[1]
+        return self._codes.get_or((chosen, count), lambda: _EagerCode(chosen, count))
 
     # ---------------------------------------------------------------- measured steps
 

@@ -209,11 +209,7 @@ class History:
             place = len(ran) - 1 if expected.graphs[: len(ran)] == ran else place_in(expected, ran)
             if place is not None:
                 return expected, expected.programs.get(place)
-        alike = [
-            signature
-            for signature in self.planned
-            if signature.graphs[: len(ran)] == ran and starts_so(signature, start)
-        ]
+        alike = [one for one in self.planned if one.graphs[: len(ran)] == ran and starts_so(one, start)]
         taken = self.taken_for(alike[-1]) if alike else ()
         by_need = sorted(
             (signature for signature in alike if signature in taken),

@@ -187,8 +187,7 @@ class RecordedStep:
             else replace(call, added={t: of for t, of in call.added.items() if values[t] not in returned})
             for call in self.calls
         )
-        is_same = all(call.added == before.added for call, before in zip(calls, self.calls, strict=True))
-        if is_same:
+        if all(call.added == before.added for call, before in zip(calls, self.calls, strict=True)):
             return self
         return replace(self, calls=calls, counts_on_freed_gradients=True, merged=no_graphs())
 
