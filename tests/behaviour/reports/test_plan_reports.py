@@ -27,7 +27,7 @@ class Reports:
 
     def __init__(self) -> None:
         self.console, self.signature = Console(file=io.StringIO(), width=200), StepSignature((0,))
-        self.reports = PlanReports(Reporter(console=self.console), Messages("net"))
+        self.reports = PlanReports(Reporter(console=self.console), Messages("net"), listeners=[])
 
     def planned(self, *plans: Plan) -> list[str]:
         for plan in plans:
