@@ -239,6 +239,16 @@ def quiet() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def recorded() -> Iterator[list[str]]:
+    """Collect the texts of the package's warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HiRemateWarning)
+        texts: list[str] = []
+        yield texts
+    texts.extend(str(w.message) for w in caught if issubclass(w.category, HiRemateWarning))
+
+
 def differing(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> list[int]:
     """List the positions at which two logs differ in any bit."""
     assert len(found) == len(expected)
@@ -278,8 +288,7 @@ def train_eager(make: Callable[[], nn.Module], loop: Loop) -> list[str]:
     Fail where anything differs, or is planned.
     """
     logs = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", HiRemateWarning)
+    with recorded() as warned:
         for is_planned in (False, True):
             torch.manual_seed(3)
             module = make()
@@ -288,4 +297,4 @@ def train_eager(make: Callable[[], nn.Module], loop: Loop) -> list[str]:
     assert not differing(logs[1], logs[0])
     assert get_plan(module) is None
     remove_hiremate(module)
-    return [str(w.message) for w in caught if issubclass(w.category, HiRemateWarning)]
+    return warned

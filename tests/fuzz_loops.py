@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import random
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hiremate_lightning import HiRemateWarning, hiremate, remove_hiremate
+from hiremate_lightning import hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.signatures.watching import BeginningStep, Look, WatchPolicy
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import differing, leave_behind
+from tests.exact import differing, leave_behind, recorded
 
 WIDTH = 32
 ROWS = (1024, 1344, 1792)
@@ -172,10 +171,8 @@ def compare_loop(recipe: LoopRecipe) -> LoopOutcome:
     outcome = LoopOutcome(recipe, iterations=len(recipe.order))
     plain = _train(recipe, None, outcome.plain_peaks)
     outcome.budget_bytes = max(2**20, int(SHARES[recipe.share] * max(outcome.plain_peaks)))  # less is refused
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", HiRemateWarning)
+    with recorded() as outcome.warnings:
         planned = _train(recipe, outcome, outcome.peaks)
-    outcome.warnings = [str(w.message) for w in caught if issubclass(w.category, HiRemateWarning)]
     outcome.differences = len(differing(planned, plain))
     return outcome
 

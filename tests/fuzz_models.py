@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import re
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hiremate_lightning import HiRemateWarning, Plan, get_plan, hiremate, remove_hiremate
+from hiremate_lightning import Plan, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions.messages import CLEARLY_MORE
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.units import parse_budget
+from tests.exact import recorded
 from tests.fuzz_operations import OPERATIONS, WORDS
 from tests.training import resident_bytes
 
@@ -313,8 +313,7 @@ def compare(
     """
     plain = _train_plainly(recipe)
     share = SHARES[recipe.share]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", HiRemateWarning)
+    with recorded() as warned:
         try:
             planned, plan, session = _train_planned(recipe, share, time_limit_s)
             tamper(planned)
@@ -327,8 +326,7 @@ def compare(
         tamper(captured)
         differences, deviation = _differences(planned, captured), _deviation(captured, plain)
     corrected = max((kind.recorded.margin_bytes for kind in session.model.history.recorded), default=0)
-    texts = [str(warning.message) for warning in caught if issubclass(warning.category, HiRemateWarning)]
-    return Outcome(recipe, plan, planned.peaks, differences, deviation, session.captured_count, corrected, texts)
+    return Outcome(recipe, plan, planned.peaks, differences, deviation, session.captured_count, corrected, warned)
 
 
 def _train_planned(recipe: Recipe, budget: float | str, time_limit_s: float) -> tuple[Record, Plan | None, Session]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from hiremate_lightning import HiRemateWarning, hiremate
+from hiremate_lightning import hiremate
 from hiremate_lightning.testing import session_of
 from tests.exact import assert_same
 
@@ -77,13 +75,3 @@ def assert_exact(act: Callable[[nn.Module], list[torch.Tensor]], budget="75%", w
         warm_up(model, warm)
         results.append(act(model))
     assert_same(*results)
-
-
-@contextlib.contextmanager
-def recorded():
-    """Collect the package's warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", HiRemateWarning)
-        texts: list[str] = []
-        yield texts
-    texts.extend(str(w.message) for w in caught if issubclass(w.category, HiRemateWarning))

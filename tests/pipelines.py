@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from hiremate_lightning import hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.testing import plans
-from tests.life import recorded
+from tests.exact import recorded
 from tests.sharding import Block, Left
 
 WIDTH, WORDS, ROWS, LENGTH = 32, 64, 16, 32

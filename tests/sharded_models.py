@@ -27,7 +27,7 @@ from benchmarks.zoo.stand_in import torchvision_or_stand_in
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.integrations.transformers_trainer import HiRemateTrainerCallback
 from hiremate_lightning.memory.metering import measure_peak
-from tests.life import recorded
+from tests.exact import recorded
 from tests.sharding import STEPS, Left, local
 from tests.shared_memory import SharedMemory, communicate_through
 from tests.trainers import Sentences

@@ -20,7 +20,7 @@ from hiremate_lightning import hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.testing import session_of
-from tests.life import recorded
+from tests.exact import recorded
 from tests.shared_memory import SharedMemory, collectives_through, communicate_through
 
 STEPS = 5

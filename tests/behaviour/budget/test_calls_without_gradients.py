@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import MemoryMeter
-from tests.exact import differing, take_steps
-from tests.life import recorded
+from tests.exact import differing, recorded, take_steps
 
 ROWS, CHUNK, WIDTH, STEPS = 512, 128, 32, 6
 TEXT = "without gradients, and what was computed until the next call with gradients, took"

@@ -16,7 +16,7 @@ from hiremate_lightning.callbacks import MemoryMonitor
 from hiremate_lightning.memory.metering import MemoryMeter
 from tests.behaviour.integrations.test_callback import ROWS, WIDTH, CallsItself, Validates, batches, planned
 from tests.behaviour.integrations.test_metrics import Notebook
-from tests.life import recorded
+from tests.exact import recorded
 from tests.trainers import quiet_trainer
 
 STEPS = 24

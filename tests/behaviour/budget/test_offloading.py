@@ -17,8 +17,7 @@ from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.records.costs import Link
 from hiremate_lightning.testing import changed_thresholds, plans, session_of
-from tests.exact import assert_same, network, take_steps
-from tests.life import recorded
+from tests.exact import assert_same, network, recorded, take_steps
 from tests.training import build
 
 FAST, SLOW = Link(1e9, 1e9), Link(1.0, 1.0)  # bytes a millisecond

@@ -15,20 +15,8 @@ from hiremate_lightning.records.expressions import SizesDifferError
 from hiremate_lightning.sessions import offloading
 from hiremate_lightning.testing import captured_count, plans, session_of
 from hiremate_lightning.units import format_bytes
-from tests.exact import network, take_steps
-from tests.life import (
-    MANY,
-    ROWS,
-    WIDTH,
-    Net,
-    assert_exact,
-    batch,
-    only_plan,
-    planned,
-    recorded,
-    step,
-    warm_up,
-)
+from tests.exact import network, recorded, take_steps
+from tests.life import MANY, ROWS, WIDTH, Net, assert_exact, batch, only_plan, planned, step, warm_up
 
 
 @pytest.mark.usefixtures("_captures_all")

@@ -15,8 +15,8 @@ from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions import planned as planning
 from hiremate_lightning.sessions.planned import CORRECTIONS
 from hiremate_lightning.testing import end_step, session_of
-from tests.exact import assert_foreseen, take_steps
-from tests.life import ROWS, WIDTH, batch, only_plan, planned, recorded, step, warm_up
+from tests.exact import assert_foreseen, recorded, take_steps
+from tests.life import ROWS, WIDTH, batch, only_plan, planned, step, warm_up
 
 
 def test_a_step_of_the_old_plan_does_not_measure_the_new_one():

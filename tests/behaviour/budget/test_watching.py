@@ -16,8 +16,7 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.testing import session_of
-from tests.exact import drawn
-from tests.life import recorded
+from tests.exact import drawn, recorded
 from tests.trainers import Squared, quiet_trainer
 
 WIDTH, ROWS, STEPS = 64, 512, 36  # so many steps that looks come after 8, 16 and 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hiremate_lightning.sessions.messages import PLANNING, RETAINING, Messages
-from tests.life import recorded
+from tests.exact import recorded
 
 
 def warn_at(counts: list[int]) -> list[int]:

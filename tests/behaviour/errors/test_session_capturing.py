@@ -16,19 +16,8 @@ from hiremate_lightning.sessions.messages import CAPTURES
 from hiremate_lightning.targets import entry_points
 from hiremate_lightning.testing import captured_count, session_of
 from hiremate_lightning.torch_private import dynamo
-from tests.exact import assert_same, network, quiet
-from tests.life import (
-    ROWS,
-    Net,
-    assert_exact,
-    batch,
-    gradients,
-    make,
-    planned,
-    recorded,
-    step,
-    warm_up,
-)
+from tests.exact import assert_same, network, quiet, recorded
+from tests.life import ROWS, Net, assert_exact, batch, gradients, make, planned, step, warm_up
 
 
 class Chooses(Net):

@@ -31,8 +31,7 @@ from hiremate_lightning.sessions import graph_programs
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.testing import captured_count, runs, session_of
 from hiremate_lightning.torch_private import hooks
-from tests.exact import assert_same, network, quiet, take_steps
-from tests.life import recorded
+from tests.exact import assert_same, network, quiet, recorded, take_steps
 
 OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory."  # as a CPU says it
 

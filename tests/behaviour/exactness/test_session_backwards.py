@@ -17,19 +17,8 @@ from hiremate_lightning.errors import CaptureError, HiRemateError
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.testing import session_of
-from tests.exact import Log, assert_same, leave_behind, network, take_steps, train_both
-from tests.life import (
-    MANY,
-    Net,
-    assert_exact,
-    batch,
-    gradients,
-    make,
-    planned,
-    recorded,
-    step,
-    warm_up,
-)
+from tests.exact import Log, assert_same, leave_behind, network, recorded, take_steps, train_both
+from tests.life import MANY, Net, assert_exact, batch, gradients, make, planned, step, warm_up
 
 
 def test_a_step_whose_backward_failed_is_not_planned():

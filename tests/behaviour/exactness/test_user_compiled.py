@@ -15,8 +15,7 @@ from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.reporting.html_report import write_html
 from hiremate_lightning.torch_private import compiled_by_torch, dynamo
-from tests.exact import network, simple_loop, square_error, table_of, take_steps, train_both
-from tests.life import recorded
+from tests.exact import network, recorded, simple_loop, square_error, table_of, take_steps, train_both
 
 ROWS, SIZE = 128, 32
 OPERATORS = {"hiremate.run_compiled.default", "hiremate.run_compiled_backward.default"}

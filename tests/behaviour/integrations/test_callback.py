@@ -31,8 +31,7 @@ from hiremate_lightning import InfeasibleBudgetError
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.reporting.plan_summary import advice_lines
 from hiremate_lightning.units import format_bytes
-from tests.exact import assert_same
-from tests.life import recorded
+from tests.exact import assert_same, recorded
 from tests.trainers import Squared, quiet_trainer
 
 WIDTH, ROWS = 24, 512

@@ -14,9 +14,8 @@ from torch import nn
 from hiremate_lightning import hiremate, remove_hiremate
 from hiremate_lightning.capturing import backend
 from hiremate_lightning.testing import captured_count, plans, session_of
-from tests.exact import captured_graphs, network, simple_loop, train_both
+from tests.exact import captured_graphs, network, recorded, simple_loop, train_both
 from tests.faults import change_captures
-from tests.life import recorded
 
 WIDTH = 24
 BLOCK = 8  # of rows

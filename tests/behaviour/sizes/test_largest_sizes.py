@@ -13,7 +13,7 @@ from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.planning.headroom import GUARD_BYTES
 from hiremate_lightning.planning.planner import make_options
 from hiremate_lightning.testing import captured_count, session_of
-from tests.life import recorded
+from tests.exact import recorded
 
 WIDTH, ROWS, SHORT, LONG = 24, 2, 40, 3200
 NAMED = {"words": {1: (1, LONG)}}

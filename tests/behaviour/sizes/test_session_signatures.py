@@ -14,20 +14,8 @@ from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.signatures import recorded_step
 from hiremate_lightning.testing import is_eager, plans, session_of
 from hiremate_lightning.torch_private import hooks
-from tests.exact import assert_same, network, quiet
-from tests.life import (
-    MANY,
-    ROWS,
-    WIDTH,
-    Net,
-    assert_exact,
-    batch,
-    gradients,
-    planned,
-    recorded,
-    step,
-    warm_up,
-)
+from tests.exact import assert_same, network, quiet, recorded
+from tests.life import MANY, ROWS, WIDTH, Net, assert_exact, batch, gradients, planned, step, warm_up
 
 
 def test_new_batch_sizes_do_not_merge_a_plan_again(monkeypatch):

@@ -9,8 +9,7 @@ import torch
 from torch import fx, nn
 
 from hiremate_lightning import hiremate
-from tests.exact import captured_by, simple_loop, train_both
-from tests.life import recorded
+from tests.exact import captured_by, recorded, simple_loop, train_both
 
 aten = torch.ops.aten
 ROWS, CHANNELS = 32, 16
