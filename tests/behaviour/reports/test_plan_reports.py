@@ -31,11 +31,13 @@ class Reports:
 
     def planned(self, *plans: Plan) -> list[str]:
         for plan in plans:
+            self.signature.plan = plan
             self.reports.planned(self.signature, plan)
         return self.new_lines()
 
     def kept(self, *plans: Plan) -> list[str]:
         for plan in plans:
+            self.signature.plan = plan
             self.reports.kept(self.signature, plan)
         return self.new_lines()
 
