@@ -7,13 +7,14 @@ operation counts, the same on every machine, for tests and for planning without 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .graph import OUTSIDE, Graph
 
 HALF_TYPES = ("bfloat16", "float16")
+ONE_EXPRESSION = 4  # most operations of a function of autograd that PyTorch computes in one expression
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def in_eager(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
     storages = [replace(s, size_bytes=s.size_bytes * s.eager_times, eager_times=1) for s in graph.storages]
     tensors, nodes = list(graph.tensors), list(graph.nodes)
     latest: dict[int | None, int] = {}  # overwritten storage -> storage of the latest result over it
-    used, last = defaultdict[int, dict[int, None]](dict), dict[int, int]()  # by function of autograd
+    functions = defaultdict[int, list[int]](list)  # nodes of each function of autograd
     for index in (*graph.forward, *graph.backward):
         node = graph.nodes[index]
         if node.is_out_of_place_in_eager:
@@ -70,8 +71,7 @@ def in_eager(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
             storage = tensors[tensor].storage
             tensors[tensor] = replace(tensors[tensor], storage=latest.get(storage, storage))
         if node.function is not None:
-            used[node.function] |= dict.fromkeys((*node.inputs, *node.outputs))
-            last[node.function] = index
+            functions[node.function].append(index)
         nodes[index] = replace(
             node,
             inputs=tuple(dict.fromkeys((*node.inputs, *node.eager_inputs))),
@@ -80,13 +80,25 @@ def in_eager(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
             is_random=node.is_random and node.checkpoint is None,
             reads_mutated=node.reads_mutated and node.checkpoint is None,
         )
-    for function, index in last.items():
-        read = (*nodes[index].inputs, *(t for t in used[function] if t not in nodes[index].outputs))
-        nodes[index] = replace(nodes[index], inputs=tuple(dict.fromkeys(read)))
+    for members in functions.values():
+        last = nodes[members[-1]]
+        kept = dict.fromkeys((*last.inputs, *_kept_by_function(graph, members)))
+        nodes[members[-1]] = replace(last, inputs=tuple(t for t in kept if t not in last.outputs))
     pairs = zip(graph.nodes, profile.workspace_bytes, strict=True)
     workspaces = tuple(size if node.op == OUTSIDE else max(size, node.eager_bytes) for node, size in pairs)
     eager = replace(graph, nodes=tuple(nodes), tensors=tuple(tensors), storages=tuple(storages))
     return eager, replace(profile, workspace_bytes=workspaces)
+
+
+def _kept_by_function(graph: Graph, members: Sequence[int]) -> list[int]:
+    """List the tensors that eager PyTorch keeps to the end of a function of autograd, whose nodes are `members`.
+
+    It keeps what the function reads. A function of few operations is one expression in C++, whose values are kept too.
+    """
+    is_one_expression = sum(map(graph.has_work, members)) <= ONE_EXPRESSION
+    nodes = [graph.nodes[index] for index in members]
+    dropped = set() if is_one_expression else {tensor for node in nodes for tensor in node.outputs}
+    return [tensor for node in nodes for tensor in node.inputs if tensor not in dropped]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateBatchSizeFinder, HiRemateCallback, MemoryMonitor
-from hiremate_lightning.integrations import compile_backend
 from hiremate_lightning.integrations.accelerate import prepare_hiremate
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.solvers import Problem, SolveOptions, Status
@@ -235,7 +234,7 @@ def test_a_backend_of_torch_compile(net: Net, plain: Net) -> None:
     torch._dynamo.reset()
     train(torch.compile(net, backend="hiremate", options={"budget": "60%"}), net.configure_optimizers())
 
-    assert_planned(compile_backend.get_plan(net), net, plain)
+    assert_planned(get_plan(net), net, plain)
 
 
 def test_the_trainer_of_transformers(net: Net, plain: Net, tmp_path: Path) -> None:

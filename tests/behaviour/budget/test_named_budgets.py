@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError, hiremate
+from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError, get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.integrations.accelerate import prepare_hiremate
 from hiremate_lightning.planning import solutions
@@ -185,7 +185,6 @@ def train_by_accelerate(budget: Budget) -> Iterable[Plan]:
 
 
 def train_compiled(budget: Budget) -> Iterable[Plan]:
-    from hiremate_lightning.integrations import compile_backend
 
     torch.compiler.reset()
     model = layers()
@@ -195,7 +194,7 @@ def train_compiled(budget: Budget) -> Iterable[Plan]:
         squares(call, batch(index)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    plan = compile_backend.get_plan(model)
+    plan = get_plan(model)
     assert plan is not None
     return [plan]
 

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from hiremate_lightning import ConfigurationError, HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
-from hiremate_lightning.integrations import compile_backend
 from hiremate_lightning.testing import session_of
 from hiremate_lightning.torch_private import inductor
 from tests.exact import assert_foreseen, loop_of, network, take_steps
@@ -254,5 +253,5 @@ def test_the_callback_and_the_backend_of_torch_compile_fuse_too():
     model = torch.compile(net, backend="hiremate", options={"budget": "100%", "compile": "inductor", "verbose": False})
     take_steps(model, lambda _: torch.randn(16, 16), 3, clears="never")
     torch.compiler.reset()
-    for plan in (callback.plan, compile_backend.get_plan(net)):
+    for plan in (callback.plan, get_plan(net)):
         assert any(node.op.startswith("hiremate.fused") for node in plan.graph.nodes)

@@ -25,7 +25,6 @@ from hiremate_lightning import (
     remove_hiremate,
 )
 from hiremate_lightning.targets.compiled import _sessions
-from hiremate_lightning.testing import plans
 from tests.exact import assert_same, network
 from tests.loops import assert_within_budget
 from tests.processes import run_python
@@ -59,7 +58,7 @@ def halves(self, x: torch.Tensor) -> torch.Tensor:
 
 
 def compiled(model: Callable, **options) -> Callable:
-    settings = {"budget": "80%", "verbose": False, **options}
+    settings = {"budget": "70%", "verbose": False, **options}
     return torch.compile(model, backend="hiremate", options=settings)
 
 
@@ -236,7 +235,7 @@ def test_a_model_of_another_kind_inherits_no_session_of_one_gone():
     for depth in (1, 2):
         model = chain(depth)
         train(compiled(model), model, rows=(ROWS,) * 2)
-        assert len(plans(model)) == 1
+        assert len(session_of(model).plans) == 1
         gone = weakref.ref(model)
         del model
         gc.collect()
@@ -329,7 +328,7 @@ def test_the_plan_is_found_by_what_was_compiled():
     train(lambda x: _Already(around(x)), inner, rows=(ROWS,) * 2)
 
     found = hiremate_lightning.get_plan(whole), hiremate_lightning.get_plan(around)
-    assert [str(plan.budget) for plan in found] == ["80%", "85%"]
+    assert [str(plan.budget) for plan in found] == ["70%", "85%"]
     assert found[0] == hiremate_lightning.get_plan(model)
     assert found[1] == hiremate_lightning.get_plan(step) == hiremate_lightning.get_plan(inner)
 
