@@ -25,7 +25,7 @@ V = TypeVar("V")
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a method while the object of it lives, and returns None afterwards."""
+    """Return a function that calls a method without keeping its object alive. It returns None if the object is gone."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:

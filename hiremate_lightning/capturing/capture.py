@@ -305,7 +305,7 @@ class _Builder:
         return index
 
     def _group_by_function(self, backward: Iterable[int]) -> None:
-        """Set `Node.function` of backward nodes. Sums of gradients belong to none, whatever their trace says."""
+        """Set `Node.function` of backward nodes. Sums of gradients have a number in the trace, but no function."""
         functions = defaultdict[int, list[int]](list)
         for index in backward:
             node = self.fx_nodes[index]

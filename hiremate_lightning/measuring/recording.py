@@ -31,7 +31,7 @@ from .profiling import TimedRun
 from .resident import Resident
 from .runs import CALLED, CLOSED, LEFT, OTHER, OTHER_DONE, START, Event, Mark, Run
 
-MOST_BACKWARDS = 1000  # calls of backwards after which a step counts as over: its events take memory on the host
+MOST_BACKWARDS = 1000  # calls of backwards after which a step is measured no longer: its events fill the host's memory
 
 
 class StepRecord:
@@ -193,7 +193,7 @@ class StepRecord:
     def backward_called(self) -> None:
         """Mark the call of a backward, which begins in uncaptured code, the loss for example.
 
-        A step whose end is not seen, since no step follows it, is not measured: its meter stops after enough calls.
+        If no step follows, the end of this one is never seen: after `MOST_BACKWARDS` calls its meter gives up.
         """
         if self._is_closed or threading.get_ident() != self._thread:
             return

@@ -91,13 +91,13 @@ class MemoryMeter:
     """
 
     _running: ClassVar[list[weakref.ref[MemoryMeter]]] = []  # a thread's last meter counts, its others are paused
-    _left: ClassVar[dict[int, Callable[[], None]]] = {}  # by thread: ends a recording before the next one starts
+    _left: ClassVar[dict[int, Callable[[], None]]] = {}  # by thread: a call that ends a recording left running there
 
     def __init__(self, device: torch.device, is_read: bool = True) -> None:
         self._thread = _measured_thread(device)
         self.intervals: list[Interval] = []  # one for each mark; set when the measurement ends
         self.was_interrupted = False  # whether another meter paused it, or another profiler ended it
-        self.lost_marks = False  # whether marks came while it was paused: then its intervals are wrong
+        self.lost_marks = False  # whether marks or allocations were not seen: then its intervals are wrong
         self._means: _HostEvents | _DeviceStatistics = (
             _DeviceStatistics(device) if device.type == "cuda" else _HostEvents(MemoryMeter._give_way, is_read)
         )
@@ -120,7 +120,7 @@ class MemoryMeter:
 
     @staticmethod
     def _current(thread: int) -> MemoryMeter | None:
-        """Return the meter of a thread that counts now."""
+        """Return the latest meter of a thread that has not ended."""
         meters = (reference() for reference in reversed(MemoryMeter._running))
         return next((meter for meter in meters if meter is not None and meter._thread == thread), None)
 
@@ -158,7 +158,7 @@ class MemoryMeter:
 
     @property
     def is_counting(self) -> bool:
-        """Whether the meter runs and no inner meter has paused it, also none that was dropped since."""
+        """Whether the meter runs, and no inner meter has paused it, even one that is gone."""
         return MemoryMeter._current(self._thread) is self and self._dropped.alive
 
     @property
@@ -196,7 +196,7 @@ class MemoryMeter:
         self.stop()
 
     def _pause(self) -> None:
-        """Stop counting; it was interrupted if its thread ended, or if a meter paused it that was dropped since."""
+        """Stop counting. If its thread has ended, or the meter that had paused it is gone, the measurement is lost."""
         runs = self._dropped.detach() is not None
         if not runs or (self._thread != 0 and not (self._is_of_this_thread and runtime.profiler_is_running())):
             self.was_interrupted = self.lost_marks = True
@@ -210,7 +210,7 @@ class MemoryMeter:
 
     @staticmethod
     def _drop(thread: int, pause: Callable[[], None]) -> None:
-        """End the recording of a meter that is gone; inside of a backward, which would undo that, at the next start."""
+        """End the recording of a meter that is gone. A backward would undo this, so there the next start does it."""
         if thread != 0 and backward_pass.is_running():
             MemoryMeter._left[thread] = pause
         else:
@@ -218,7 +218,7 @@ class MemoryMeter:
 
     @staticmethod
     def _end(thread: int, pause: Callable[[], None]) -> None:
-        """End a recording; that of another thread when this thread starts the next one."""
+        """End a recording. If it belongs to another thread, that thread ends it when it starts the next one."""
         if thread in (0, threading.get_ident()):
             pause()
         else:

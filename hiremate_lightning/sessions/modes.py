@@ -44,7 +44,7 @@ def step_mode(facts: StepFacts) -> Eager | None:
     if prediction is None:  # it may not fit eager
         return None
     if facts.gains_nothing:  # a later call may show that the step has another signature
-        given_back = GivenBack(prediction, facts.likely, is_at_its_sizes=bool(facts.called_so))
+        given_back = GivenBack(prediction, facts.likely, is_at_its_sizes=bool(facts.called_alike))
         return given_back if facts.is_similar(prediction) else None
     if prediction.saved is SavedTensors.IN_MEMORY:
         return Eager(prediction, facts.likely)
@@ -72,7 +72,7 @@ class StepFacts:
     is_worth_capturing: Callable[[], bool]
 
     @cached_property
-    def called_so(self) -> list[StepSignature]:
+    def called_alike(self) -> list[StepSignature]:
         """The planned signatures whose first calls were given the same types and shapes."""
         return self.predictions.called_like(self.calls)
 
@@ -80,7 +80,7 @@ class StepFacts:
     def prediction(self) -> Prediction | None:
         """The bytes that it takes when it runs eager; None if that may not fit."""
         saved = None if self.begun is None else self.begun.prediction.saved
-        if self.called_so or self.gains_nothing:
+        if self.called_alike or self.gains_nothing:
             saved = SavedTensors.IN_MEMORY
         room_bytes = sys.maxsize if self.gains_nothing else self.room_bytes()
         return self.predictions.predict(self.calls, self.likely, room_bytes, saved)
@@ -93,22 +93,22 @@ class StepFacts:
         """
         if self.begun is not None:
             return isinstance(self.begun, GivenBack)
-        if self.called_so and self.called_so != [self.likely]:
+        if self.called_alike and self.called_alike != [self.likely]:
             return False
         eager_bytes = self.predictions.with_margin(self.likely.own_plan.unplanned.peak_bytes)
-        decide = self.likely.gains_nothing if self.called_so else self.likely.saves_nothing
+        decide = self.likely.gains_nothing if self.called_alike else self.likely.saves_nothing
         return decide(eager_bytes, self.free_bytes)
 
     @property
     def needs_plan(self) -> bool:
         """Whether a planned signature is called so, and gains: its plan recomputes, or no other sizes ran eager yet."""
-        keep_all = all(signature.own_plan.solution.keeps_all for signature in self.called_so)
-        return bool(self.called_so) and not self.gains_nothing and not (self.sizes_vary and keep_all)
+        keep_all = all(signature.own_plan.solution.keeps_all for signature in self.called_alike)
+        return bool(self.called_alike) and not self.gains_nothing and not (self.sizes_vary and keep_all)
 
     def is_similar(self, prediction: Prediction) -> bool:
         """Whether it may run eager: called like the signature, shown to take no more, or not `MUCH_MORE` as large."""
-        if self.called_so:
-            return self.likely in self.called_so
+        if self.called_alike:
+            return self.likely in self.called_alike
         is_much_more = prediction.captured_bytes > MUCH_MORE * self.likely.own_plan.unplanned.peak_bytes
         return bool(self.likely.is_given_back) or not is_much_more
 

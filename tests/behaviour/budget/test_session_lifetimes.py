@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from hiremate_lightning import hiremate, remove_hiremate
+from hiremate_lightning.measuring.recording import MOST_BACKWARDS
 from hiremate_lightning.reporting.plan_summary import advice_lines
+from hiremate_lightning.torch_private import runtime
 from hiremate_lightning.units import format_bytes
 from tests.exact import assert_foreseen, network, take_steps
 from tests.life import WIDTH, assert_exact, batch, make, planned, warm_up
@@ -157,6 +159,17 @@ def test_a_model_is_trained_after_another_one_that_is_gone():
     gc.collect()
     warm_up(first, 3)
     assert_foreseen(first, abs=64)
+
+
+def test_a_step_that_no_other_follows_is_not_measured_for_ever():
+    """Each event of the recording takes memory of the host."""
+    model, weight = warm_up(planned(), 2), torch.ones(1, requires_grad=True)
+    assert runtime.profiler_is_running()
+    for _ in range(MOST_BACKWARDS + 1):
+        weight.sum().backward()
+    assert not runtime.profiler_is_running()
+    warm_up(model, 4)
+    assert_foreseen(model, abs=64)
 
 
 def test_a_model_is_trained_in_one_thread_after_another():
