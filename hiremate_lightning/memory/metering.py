@@ -86,20 +86,18 @@ class MemoryMeter:
 
     A meter that starts while another one runs pauses the outer one until it stops: the outer one does not count memory
     of that time. On a CPU, all meters of a thread end when another profiler begins.
-
-    A meter with `is_read=False` only pauses outer ones; it has no intervals.
     """
 
     _running: ClassVar[list[weakref.ref[MemoryMeter]]] = []  # a thread's last meter counts, its others are paused
     _left: ClassVar[dict[int, Callable[[], None]]] = {}  # by thread: a call that ends a recording left running there
 
-    def __init__(self, device: torch.device, is_read: bool = True) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._thread = _measured_thread(device)
         self.intervals: list[Interval] = []  # one for each mark; set when the measurement ends
         self.was_interrupted = False  # whether another meter paused it, or another profiler ended it
         self.lost_marks = False  # whether marks or allocations were not seen: then its intervals are wrong
         self._means: _HostEvents | _DeviceStatistics = (
-            _DeviceStatistics(device) if device.type == "cuda" else _HostEvents(MemoryMeter._give_way, is_read)
+            _DeviceStatistics(device) if device.type == "cuda" else _HostEvents()
         )
 
     @staticmethod
@@ -127,15 +125,8 @@ class MemoryMeter:
     @staticmethod
     def _give_way() -> None:
         """End all meters of the current thread."""
-        thread = threading.get_ident()
-        current = MemoryMeter._current(thread)
-        if current is not None:
-            current._pause()
-        for reference in list(MemoryMeter._running):
-            meter = reference()
-            if meter is not None and meter._thread == thread:
-                meter.was_interrupted = meter.lost_marks = True
-                MemoryMeter._running.remove(reference)
+        while (meter := MemoryMeter._current(threading.get_ident())) is not None:
+            meter.give_up()
 
     def __enter__(self) -> MemoryMeter:
         self.start()
@@ -146,9 +137,7 @@ class MemoryMeter:
 
     def start(self) -> None:
         """Begin to measure; the first mark is called "start"."""
-        outer, end_left = MemoryMeter._current(self._thread), MemoryMeter._left.pop(self._thread, None)
-        if end_left is not None:
-            end_left()
+        outer = MemoryMeter._current(self._thread)
         if outer is not None:
             outer.was_interrupted = True
             outer._pause()
@@ -162,20 +151,20 @@ class MemoryMeter:
         return MemoryMeter._current(self._thread) is self and self._dropped.alive
 
     @property
-    def _is_of_this_thread(self) -> bool:
+    def is_of_this_thread(self) -> bool:
         """Whether the meter measures this thread; a mark set from another thread would land in that thread's events."""
         return self._thread in (0, threading.get_ident())
 
     def mark(self, label: Any) -> None:
         """Begin a new interval."""
-        if self.is_counting and self._is_of_this_thread:
+        if self.is_counting and self.is_of_this_thread:
             self._means.mark(label)
         else:
             self.lost_marks = True
 
     def mark_release(self, label: Any) -> None:
         """Begin a new interval at the next release; on CUDA at once, because releases are not reported."""
-        if self.is_counting and self._is_of_this_thread:
+        if self.is_counting and self.is_of_this_thread:
             self._means.mark_release(label)
 
     def stop(self) -> None:
@@ -198,28 +187,26 @@ class MemoryMeter:
     def _pause(self) -> None:
         """Stop counting. If its thread has ended, or the meter that had paused it is gone, the measurement is lost."""
         runs = self._dropped.detach() is not None
-        if not runs or (self._thread != 0 and not (self._is_of_this_thread and runtime.profiler_is_running())):
+        if not runs or (self._thread != 0 and not (self.is_of_this_thread and runtime.profiler_is_running())):
             self.was_interrupted = self.lost_marks = True
         if runs:
             MemoryMeter._end(self._thread, self._means.pause)
 
     def _resume(self) -> None:
+        end_left = MemoryMeter._left.pop(self._thread, None)
+        if end_left is not None:
+            end_left()
         self._means.resume()
         # A meter that is dropped must not leave a profiler running.
-        self._dropped = weakref.finalize(self, MemoryMeter._drop, self._thread, self._means.pause)
-
-    @staticmethod
-    def _drop(thread: int, pause: Callable[[], None]) -> None:
-        """End the recording of a meter that is gone. A backward would undo this, so there the next start does it."""
-        if thread != 0 and backward_pass.is_running():
-            MemoryMeter._left[thread] = pause
-        else:
-            MemoryMeter._end(thread, pause)
+        self._dropped = weakref.finalize(self, MemoryMeter._end, self._thread, self._means.pause)
 
     @staticmethod
     def _end(thread: int, pause: Callable[[], None]) -> None:
-        """End a recording. If it belongs to another thread, that thread ends it when it starts the next one."""
-        if thread in (0, threading.get_ident()):
+        """End a recording.
+
+        A backward would undo this, and another thread can't do it: then the next recording of the thread ends it first.
+        """
+        if thread == 0 or (thread == threading.get_ident() and not backward_pass.is_running()):
             pause()
         else:
             MemoryMeter._left[thread] = pause
@@ -231,19 +218,14 @@ def _measured_thread(device: torch.device) -> int:
 
 
 class _HostEvents(LiveBytes):
-    """The host allocator's events, with marks as named ranges among them.
+    """The host allocator's events, with marks as named ranges among them."""
 
-    With `is_read=False` events are still recorded, and dropped unread: a proof has many. They must be recorded, because
-    PyTorch keeps the size of a block whose release it misses, and reports it when the next tensor there is released.
-    """
-
-    def __init__(self, give_way: Callable[[], None], is_read: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._give_way, self._is_read = give_way, is_read
         self._marks: list[tuple[Callable[[Any], None], Any]] = []  # the call for each mark, by the range's name
 
     def resume(self) -> None:
-        runtime.start_recording(self._give_way)
+        runtime.start_recording(MemoryMeter._give_way)
 
     def mark(self, label: Any) -> None:
         self._put(super().mark, label)
@@ -256,9 +238,6 @@ class _HostEvents(LiveBytes):
         runtime.mark(str(len(self._marks) - 1))
 
     def pause(self) -> None:
-        if not self._is_read:
-            runtime.drop_recording()
-            return
         for name, size in runtime.stop_recording():
             if name:
                 begin, label = self._marks[int(name)]
@@ -338,8 +317,12 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def unmeasured(device: torch.device) -> Iterator[None]:
-    """Run code whose memory no meter counts; restore random state and the paused meter afterwards."""
-    covering = MemoryMeter(device, is_read=False) if MemoryMeter.is_available(device) else nullcontext()
+    """Run code whose memory no meter counts; restore random state and the paused meter afterwards.
+
+    A meter of its own records the events of the code, because PyTorch keeps the size of a block whose release it
+    misses, and reports it when the next tensor there is released.
+    """
+    covering = MemoryMeter(device) if MemoryMeter.is_available(device) else nullcontext()
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()  # events need the current device
     with current, covering, tensor_state.real_mode():
         random_state = RandomState()
@@ -358,7 +341,6 @@ class Between:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._meter: MemoryMeter | None = None
-        self._thread = 0
         self._due_at = self._took_s = 0.0
         self._allocated_bytes: int | None = None
         backward_pass.add_listener(self)
@@ -369,13 +351,13 @@ class Between:
         is_free = MemoryMeter.is_available(device) and not MemoryMeter.is_running(device)
         if began_at < self._due_at or self._meter is not None or not is_free:
             return
-        self._thread, self._meter, self._allocated_bytes = threading.get_ident(), MemoryMeter(device), None
+        self._meter, self._allocated_bytes = MemoryMeter(device), None
         self._meter.start()
         self._took_s = self._clock() - began_at
 
     def backward_called(self) -> None:
         """End a measurement that runs: a backward is about to start."""
-        if self._meter is None or threading.get_ident() != self._thread:
+        if self._meter is None or not self._meter.is_of_this_thread:
             return
         began_at, meter, self._meter = self._clock(), self._meter, None
         meter.stop()

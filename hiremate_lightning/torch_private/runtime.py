@@ -20,8 +20,6 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 from torch.autograd import profiler
 
 MARK = "hiremate:"  # prefix of a mark's name, to tell it from an operator's
-# Ends a recording without making Python objects of its events, which takes longer than recording them.
-_UNREAD: Any = torch._C._autograd._ProfilerDisableOptions(True, False)  # type: ignore[attr-defined]
 profiler_is_running: Callable[[], bool] = torch.autograd._profiler_enabled  # any of torch's, in this thread
 _ERROR = 2  # the level ERROR of torch's C++ log
 _levels: list[int] = []  # C++ log levels to restore at the end of recordings
@@ -87,9 +85,19 @@ def mark(name: str) -> None:
 
 
 def stop_recording() -> list[tuple[str, int]]:
-    """Return the events in order: ("", bytes) for an allocation, below 0 for a release, and (name, 0) for a mark."""
+    """End the recording and return its events in order.
+
+    They are ("", bytes) for an allocation, below 0 for a release, and (name, 0) for a mark.
+    """
+    _giving_way.pop(threading.get_ident(), None)
+    _enable_record_function(True)
+    # There are none if the recording ended with its thread.
+    threads: list[list[Any]] = torch.autograd._disable_profiler_legacy() if profiler_is_running() else []
+    level = _log_level()
+    if level is not None and _levels:
+        level.value = _levels.pop()
     events: list[tuple[Any, str, int]] = []
-    for thread in _end():
+    for thread in threads:
         for event in thread:
             kind = event.kind()
             if kind == "memory_alloc":
@@ -100,22 +108,6 @@ def stop_recording() -> list[tuple[str, int]]:
         first = events[0][0]
         events.sort(key=lambda event: float(first.cpu_elapsed_us(event[0])))
     return [(name, size) for _, name, size in events]
-
-
-def drop_recording() -> None:
-    """End the recording, and discard its events."""
-    _end(_UNREAD)
-
-
-def _end(*options: Any) -> list[list[Any]]:
-    """End the recording, and return PyTorch's events of each thread; none if the recording ended with its thread."""
-    _giving_way.pop(threading.get_ident(), None)
-    _enable_record_function(True)
-    threads: list[list[Any]] = torch.autograd._disable_profiler_legacy(*options) if profiler_is_running() else []
-    level = _log_level()
-    if level is not None and _levels:
-        level.value = _levels.pop()
-    return threads
 
 
 @functools.cache
