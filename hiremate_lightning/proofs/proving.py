@@ -315,28 +315,16 @@ def _run_written(
     proof: Proof, written: fx.GraphModule, memory: ProofMemory | None, trial: Trial
 ) -> tuple[Trial, TrialOutcome]:
     """Run code eager, with gradients if they fit, if need be with saved tensors offloaded; return trial and outcome."""
-    if memory is not None and memory.has_eager:
-        return _first_outcome(trial, written)
+    if trial.with_gradients:
+        return trial, trial.run(written)
     fits = memory is not None and memory.has_offloaded and proof.backward is Verdict.UNKNOWN
     if fits or captured_code.takes_gradients(written):  # code that takes gradients itself needs its saved tensors
-        offloading = offloading_saved(written, trial.constants)
+        offloaded = replace(trial, with_gradients=proof.part is not None)
         try:
-            return _first_outcome(replace(trial, with_gradients=proof.part is not None), offloading, keeps_all=True)
+            return offloaded, offloaded.run(offloading_saved(written, trial.constants))
         except Exception as error:  # whatever the user's code may raise, or no room for files
             proof.why_unproved = f"it fails when it runs in little memory: {error}"
-    return _first_outcome(trial, written)
-
-
-def _first_outcome(trial: Trial, written: Callable[..., Any], keeps_all: bool = False) -> tuple[Trial, TrialOutcome]:
-    """Run code eager; if it changes in place an input that needs a gradient, run it again on copies of such inputs."""
-    keeps_nothing = not (trial.with_gradients or keeps_all)
-    try:
-        return trial, trial.run(written, keeps_nothing)
-    except RuntimeError as error:
-        if "leaf" not in str(error):
-            raise
-    trial = replace(trial, copies=True)
-    return trial, trial.run(written, keeps_nothing)
+    return trial, trial.run(written, keeps_nothing=True)
 
 
 def _device_of(proof: Proof, arguments: Sequence[Any]) -> torch.device:

@@ -62,8 +62,6 @@ class Trial:
     names: Sequence[str]  # names of the arguments
     constants: Sequence[torch.Tensor] = ()  # other tensors that the code may write to
     with_gradients: bool = False  # whether to compute gradients of the inputs that require them
-    # Whether to run on copies of inputs that are no leaves in training: autograd can't change a leaf in place.
-    copies: bool = False
     files: Files | None = None  # temporary files for results on the host; None to keep these in memory
     fill: int = 255  # the byte with which uninitialised memory is filled
     unused: Unused = lambda outputs: frozenset()  # returns the positions of the outputs that get no gradients
@@ -79,10 +77,13 @@ class Trial:
             for i, a in enumerate(self.arguments)
             if isinstance(a, torch.Tensor)
         }
-        inputs = [leaves.get(i, a) for i, a in enumerate(self.arguments)]
-        if self.copies:
-            inputs = [v.clone() if i in leaves and not self.arguments[i].is_leaf else v for i, v in enumerate(inputs)]
+        with torch.enable_grad():  # inputs that are no leaves in training are none here: code may change these in place
+            inputs = [
+                tensor_state.unviewed(leaves[i]) if tensor_state.is_dense(a) and not a.is_leaf else leaves.get(i, a)
+                for i, a in enumerate(self.arguments)
+            ]
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        grad_fns = [tensor.grad_fn for tensor in tensors]
         devices = sorted({t.device for t in tensors if t.device.type == "cuda"}, key=str)
         watching = _Watching([*tensors, *self.constants], self.fill)
         with ExitStack() as stack:
@@ -98,7 +99,8 @@ class Trial:
                 outputs = list(results) if isinstance(results, (tuple, list)) else [results]
                 unused = self.unused(outputs) if self.with_gradients else ()
                 used = [value for i, value in enumerate(outputs) if i not in unused]
-                ends = _ends([*used, *tensors]) if self.with_gradients else []
+                changed = [t for t, grad_fn in zip(tensors, grad_fns, strict=True) if t.grad_fn is not grad_fn]
+                ends = _ends([*used, *changed]) if self.with_gradients else []
                 values = {f"output {i}": self._kept(value, tensors) for i, value in enumerate(outputs)}
                 del results, outputs, used
                 gradients = self._gradients(leaves, ends) if self.with_gradients else {}

@@ -412,7 +412,7 @@ def test_only_what_depends_on_unwritten_memory_is_left_out():
 
 
 def test_failures_that_a_proof_meets_are_not_printed(capfd):
-    """What other code has computed is changed in place: in a proof it is a leaf at first."""
+    """What other code has computed is changed in place, in a proof too: there it is no leaf either."""
 
     def change(self: Any, x: Tensor) -> Tensor:
         y = x.sin()
