@@ -275,7 +275,7 @@ class Trial:
             calls = []
             for number, ((_, part), (last, taken, _)) in enumerate(zip(traced, self.steps.calls, strict=True)):
                 captured = part.captured
-                profile = measure(captured, cache, repeats=2)
+                profile = measure(captured, cache)
                 graph, costs = without_missing(captured, self.steps.missing[last], profile)
                 calls.append(self._call(number, captured, in_blocks(graph, captured.device), costs, taken))
             steps.append(merge(calls, self.steps.order))

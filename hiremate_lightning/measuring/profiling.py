@@ -51,7 +51,6 @@ SIZE_BYTES, FREE_SHARE = 40_000_000, 0.1  # size limits of a measured copy: byte
 COPIES, SMALL_BYTES = 5, 4096  # copies in each direction, and the bytes of a copy whose time is all latency
 REPEATS = 8  # most timed runs of an operation; the fastest counts, because other load only adds time
 TIME_LIMIT_MS = 10.0  # stop repeating an operation after this total time, but not before two runs
-AGREEMENT = 0.05  # stop repeating when the three fastest times differ by at most this share of the fastest
 LEAST_MS = 1e-3  # resolution of the clocks
 NODES_AHEAD, HOST_MS = 100, 0.06  # nodes that the host launches ahead of a GPU, and the host's time for each
 MOST_IN_STEP = 4.0  # a time in the step counts up to this multiple of the time alone: beyond it, other load has run
@@ -141,15 +140,13 @@ def _cuda_settings() -> str:
 def measure(
     captured: Captured,
     cache: CostCache,
-    repeats: int = REPEATS,
     progress: Callable[[int, int], None] = lambda done, total: None,
     warn: Callable[[str, str], None] = lambda _, why: log.info(why),
 ) -> Profile:
     """Measure each distinct operation of a captured graph; operations that can't run alone get the analytic estimate.
 
-    `cache` has costs measured before and receives the new ones. `repeats` limits the timed runs of each operation.
-    `progress` receives the numbers of measured operations and of all, `warn` an operator that can't run alone and a
-    message about it.
+    `cache` has costs measured before and receives the new ones. `progress` receives the numbers of measured operations
+    and of all, `warn` an operator that can't run alone and a message about it.
     """
     graph, measures_times = captured.graph, thresholds.current.measures_times
     costs = cache.costs_on(captured.device)
@@ -160,7 +157,7 @@ def measure(
     with undisturbed(captured.device):
         for done, (key, index) in enumerate(missing.items()):
             progress(done, len(missing))
-            cost = _measure_node(captured, index, repeats if measures_times else 1, warn) if can_measure else None
+            cost = _measure_node(captured, index, warn) if can_measure else None
             if cost is None:
                 unmeasured[key] = Cost(estimates[index], 0)
             else:
@@ -174,7 +171,7 @@ def measure(
     )
 
 
-def _measure_node(captured: Captured, index: int, repeats: int, warn: Callable[[str, str], None]) -> Cost | None:
+def _measure_node(captured: Captured, index: int, warn: Callable[[str, str], None]) -> Cost | None:
     record = captured.graph.nodes[index]
     if not captured.graph.has_work(index):
         return Cost(VIEW_MS, 0)
@@ -183,7 +180,7 @@ def _measure_node(captured: Captured, index: int, repeats: int, warn: Callable[[
     try:
         runs = runners(captured, index)
         used = () if record.replays is not None else _used_results(captured.fx_nodes[index])
-        costs = [_cost(run, captured.device, used, repeats) for run in runs]
+        costs = [_cost(run, captured.device, used) for run in runs]
         return Cost(max(cost.time_ms for cost in costs), max(cost.workspace_bytes for cost in costs))
     except Exception as error:  # any operator may refuse made-up inputs: the estimate takes its place
         reason = (str(error).strip() or "no text").splitlines()[0]
@@ -204,12 +201,12 @@ def _cost(
     run: Callable[[], Any],
     device: torch.device,
     used: Sequence[Any],
-    repeats: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Cost:
     """Measure the workspace of an operation, then its time; on a CPU the first run measures both."""
     workspace, elapsed_ms = _workspace_bytes(run, device, used, clock)
     times = [elapsed_ms] if device.type == "cpu" else []
+    repeats = REPEATS if thresholds.current.measures_times else 1
     while len(times) < repeats and (len(times) < 2 or sum(times) < TIME_LIMIT_MS):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -217,9 +214,6 @@ def _cost(
         start = _now(device, clock)
         run()
         times.append(_ms_between(start, _now(device, clock)))
-        fastest = sorted(times)[:3]
-        if len(fastest) == 3 and fastest[2] <= (1 + AGREEMENT) * fastest[0]:
-            break
     return Cost(min(times), workspace)
 
 

@@ -17,7 +17,6 @@ from ..running.execution import Part
 from ..signatures.recorded_step import RecordedStep
 from .planned_model import PlannedModel
 
-REPEATS_OF_SAMPLES = 2  # few runs of each operation are enough, since a line is fitted through the times of all samples
 FAILURES = 3  # trace each size of a code after so many failures, if fewer than twice as many sizes could be made
 
 
@@ -74,7 +73,7 @@ class NewSizes:
         self._of(code).number = first.captured.graph.code
         at_sizes = self._at_sizes.get(first)
         if at_sizes is None or at_sizes.sizes != sizes_before:
-            profiles = [self._parts.measure_once(part, REPEATS_OF_SAMPLES) for _, part in samples]
+            profiles = [self._parts.measure_once(part) for _, part in samples]
             costed = [(part.captured, profile) for (_, part), profile in zip(samples, profiles, strict=True)]
             at_sizes = self._at_sizes[first] = CodeAtSizes(costed, sizes_before)
         captured, profile = at_sizes.at(sizes)

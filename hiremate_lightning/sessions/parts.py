@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..capturing.capture import Captured
 from ..measuring.operators import without_unsteady
-from ..measuring.profiling import REPEATS, CostCache, measure
+from ..measuring.profiling import CostCache, measure
 from ..memory.metering import undisturbed
 from ..options import SessionOptions
 from ..records.costs import Profile
@@ -78,7 +78,7 @@ class Parts:
         self.traced_count += profile is None
         return part
 
-    def measure_once(self, part: Part, repeats: int = REPEATS) -> Profile:
+    def measure_once(self, part: Part) -> Profile:
         """Compile the fused operations of a part and measure each operation, the first time; return the costs."""
         if part.profile is not None:
             return part.profile
@@ -90,7 +90,6 @@ class Parts:
             profile = measure(
                 captured,
                 self._costs,
-                repeats,
                 progress=lambda done, total: self._reporter.progress("operations", done, total),
                 # One warning for each operator: at other sizes only numbers in the text differ.
                 warn=lambda op, why: self._warn(why, topic=f"{op} is not measured"),
