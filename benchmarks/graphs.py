@@ -24,7 +24,7 @@ from hiremate_lightning.capturing.backend import planning_backend
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.measuring.profiling import CostCache, measure
 from hiremate_lightning.records.schedule import keep_all, lower
-from hiremate_lightning.running.execution import Part
+from hiremate_lightning.running.execution import GraphRuntime
 from hiremate_lightning.running.program import Program, build
 from hiremate_lightning.torch_private import dynamo
 
@@ -36,16 +36,16 @@ class _Plain:
         self.found: list[Captured] = []
         self._programs: dict[int, Program] = {}
 
-    def take_in(self, captured: Captured) -> Part:
-        """Make the part that runs a captured graph."""
+    def take_in(self, captured: Captured) -> GraphRuntime:
+        """Make the runtime that runs a captured graph."""
         self.found.append(captured)
-        part = Part(captured, self)
+        runtime = GraphRuntime(captured, self)
         self._programs[id(captured)] = build(captured, lower(captured.graph, keep_all(captured.graph)))
-        return part
+        return runtime
 
-    def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, None]:
+    def start(self, runtime: GraphRuntime, arguments: Sequence[Any]) -> tuple[Program, None]:
         """Choose the program of a forward."""
-        return self._programs[id(part.captured)], None
+        return self._programs[id(runtime.captured)], None
 
     def forward_done(self, run: None, outputs: Sequence[Any]) -> None:
         """Do nothing."""
@@ -53,10 +53,10 @@ class _Plain:
     def backward_starts(self, run: None, tangents: Sequence[Any], leaves: Any, is_kept: Any) -> None:
         """Do nothing."""
 
-    def was_overwritten(self, part: Part, storages: Any) -> None:
+    def was_overwritten(self, runtime: GraphRuntime, storages: Any) -> None:
         """Do nothing."""
 
-    def must_return(self, part: Part, positions: Any) -> None:
+    def must_return(self, runtime: GraphRuntime, positions: Any) -> None:
         """No gradients exist before the step."""
 
     def backward_done(self, run: None) -> None:

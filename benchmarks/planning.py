@@ -32,7 +32,7 @@ from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.solvers import UNLIMITED, Problem, get_strategy, smallest_budget
 from hiremate_lightning.records.simulation import simulate_eager
-from hiremate_lightning.records.step import Call, Step, merge
+from hiremate_lightning.records.step import Call, MergedStep, merge
 from hiremate_lightning.units import Budget
 
 CLOSE = 0.02  # of the step's time
@@ -49,7 +49,7 @@ class Planned:
     seconds: float
 
 
-def plan_once(step: Step, share: float) -> Planned:
+def plan_once(step: MergedStep, share: float) -> Planned:
     """Plan a step for a share of what it takes without a plan."""
     solutions.forget()
     close, step_ms, start = list[float](), Problem(step.graph, step.profile, 0).step_ms, time.process_time()
@@ -67,7 +67,7 @@ def plan_once(step: Step, share: float) -> Planned:
     return Planned(plan, close[0] if close else seconds, seconds)
 
 
-def row(name: str, step: Step, percent: int, repeats: int) -> str:
+def row(name: str, step: MergedStep, percent: int, repeats: int) -> str:
     """Plan a step several times and write a row of the table."""
     taken = [plan_once(step, percent / 100) for _ in range(repeats)]
     plan, nodes = taken[0].plan, len(step.graph.forward) + len(step.graph.backward)
@@ -77,7 +77,7 @@ def row(name: str, step: Step, percent: int, repeats: int) -> str:
     return page_tables.row(name, f"{nodes:,}", f"{percent} %", *numbers, *seconds)
 
 
-def least_row(name: str, step: Step, repeats: int) -> str:
+def least_row(name: str, step: MergedStep, repeats: int) -> str:
     """Search for the least memory as the first step does, several times, and write a row of the second table."""
     problem, seconds = Problem(step.graph, step.profile, UNLIMITED), list[float]()
     for _ in range(repeats):
@@ -90,7 +90,7 @@ def least_row(name: str, step: Step, repeats: int) -> str:
     return page_tables.row(name, f"{nodes:,}", *numbers, spread(seconds))
 
 
-def show(names: Sequence[str], steps: Sequence[Step], options: argparse.Namespace) -> None:
+def show(names: Sequence[str], steps: Sequence[MergedStep], options: argparse.Namespace) -> None:
     """Print both tables."""
     sys.stdout.write(page_tables.head(*COLUMNS))
     for name, step in zip(names, steps, strict=True):

@@ -49,8 +49,8 @@ from hiremate_lightning.planning.solvers.base import Problem, SolveOptions, get_
 from hiremate_lightning.records.expressions import Sizes, find_expression
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import allocations, simulate
-from hiremate_lightning.records.step import HELD_TO_THE_END, Call, Step, merge
-from hiremate_lightning.running.execution import Part
+from hiremate_lightning.records.step import HELD_TO_THE_END, Call, MergedStep, merge
+from hiremate_lightning.running.execution import GraphRuntime
 from hiremate_lightning.running.program import Program, build
 from hiremate_lightning.running.program_at_sizes import ProgramAtSizes, SizesDifferError
 from hiremate_lightning.torch_private import captured_code, dynamo, tensor_state
@@ -92,25 +92,26 @@ class _Compilation(backends._Compilation):
 
 
 class _Steps:
-    """The conductor: programs by part, and what the calls of the step under way handed to each other."""
+    """The conductor: programs by runtime, and what the calls of the step under way handed to each other."""
 
     def __init__(self) -> None:
-        self.programs: dict[Part, Program] = {}
-        self.missing: dict[Part, frozenset[int]] = {}
+        self.programs: dict[GraphRuntime, Program] = {}
+        self.missing: dict[GraphRuntime, frozenset[int]] = {}
         self.begin()
 
     def begin(self) -> None:
         """Forget the last step."""
-        self.calls: list[tuple[Part, list[int], list[tuple[int, Any]]]] = []  # storages of inputs, and of outputs
+        # Each call's runtime, the storages of its inputs, and those of its outputs.
+        self.calls: list[tuple[GraphRuntime, list[int], list[tuple[int, Any]]]] = []
         self.order: list[int] = []  # of the backwards
         self.alive: list[set[int]] = []  # outputs of each call that someone holds when the first backward begins
 
-    def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, int]:
-        if part not in self.programs:
-            graph = part.captured.graph
-            self.programs[part] = build(part.captured, lower(graph, keep_all(graph)))
-        self.calls.append((part, [_storage(value) for value in arguments], []))
-        return self.programs[part], len(self.calls) - 1
+    def start(self, runtime: GraphRuntime, arguments: Sequence[Any]) -> tuple[Program, int]:
+        if runtime not in self.programs:
+            graph = runtime.captured.graph
+            self.programs[runtime] = build(runtime.captured, lower(graph, keep_all(graph)))
+        self.calls.append((runtime, [_storage(value) for value in arguments], []))
+        return self.programs[runtime], len(self.calls) - 1
 
     def forward_done(self, run: int, outputs: Sequence[Any]) -> None:
         self.calls[run][2].extend((_storage(v), weakref.ref(v) if isinstance(v, Tensor) else int) for v in outputs)
@@ -151,16 +152,16 @@ class _Graph:
         self.symbols = [inputs[position].meta["example_value"].node.expr for position in positions]
         self.quotients = _quotients(module)
         self.terms = backends.likely_terms(module)
-        self.traced: dict[Sizes, tuple[Any, Part | None]] = {}
+        self.traced: dict[Sizes, tuple[Any, GraphRuntime | None]] = {}
         self.at_sizes: dict[str, ProgramAtSizes] = {}
 
     def trace(self, key: Sizes, others: list[Any]) -> None:
         """Trace it at a size as `EachSize` does."""
 
         def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, int]:
-            compilation = _Compilation(lambda captured: Part(captured, self.trial.steps), None)
+            compilation = _Compilation(lambda captured: GraphRuntime(captured, self.trial.steps), None)
             run = compilation.compile(module, inputs, self.terms)
-            self.terms, self.traced[key] = compilation.contributions.terms, (run, compilation.part)
+            self.terms, self.traced[key] = compilation.contributions.terms, (run, compilation.runtime)
             return run, 0
 
         start = time.process_time()
@@ -176,10 +177,10 @@ class _Graph:
             if key not in self.traced:
                 self.trace(key, others)
             return self.traced[key][0](*others)
-        run, part = next(iter(self.traced.values()))
-        if part is None:
+        run, runtime = next(iter(self.traced.values()))
+        if runtime is None:
             return captured_code.eager_module(self.module)(*arguments)
-        self.trial.steps.programs[part] = self.at_sizes[self.trial.choice].at(self.reduced(key))
+        self.trial.steps.programs[runtime] = self.at_sizes[self.trial.choice].at(self.reduced(key))
         self.trial.bind_ms[-1] += 1000 * (time.process_time() - start)
         return run(*others)
 
@@ -218,7 +219,7 @@ class Trial:
         if positions:
             self.graphs.append(_Graph(module, positions, self))
             return self.graphs[-1]
-        compilation = _Compilation(lambda captured: Part(captured, self.steps), None)
+        compilation = _Compilation(lambda captured: GraphRuntime(captured, self.steps), None)
         run: Callable[..., Any] = compilation.compile(module, inputs, backends.likely_terms(module))
         return run
 
@@ -251,8 +252,8 @@ class Trial:
 
     def settle(self) -> None:
         """Choose what to compute again, at the largest traced size; make the programs at sizes."""
-        by_part = {part: graph for graph in self.graphs for _, part in graph.traced.values()}
-        self.planned = [by_part[part] for part, *_ in self.steps.calls]
+        by_part = {runtime: graph for graph in self.graphs for _, runtime in graph.traced.values()}
+        self.planned = [by_part[runtime] for runtime, *_ in self.steps.calls]
         self.samples = self._merged()
         problem = Problem(self.samples[-1].graph, self.samples[-1].profile, UNLIMITED, SolveOptions(time_limit_s=2))
         least = smallest_budget(problem)
@@ -263,18 +264,18 @@ class Trial:
         for choice, decisions in self.chosen.items():
             start = time.process_time()
             for graph, rows in zip(self.planned, self.samples[-1].split(decisions), strict=True):
-                captured = [part.captured for _, part in graph.traced.values() if part is not None]
+                captured = [runtime.captured for _, runtime in graph.traced.values() if runtime is not None]
                 graph.at_sizes[choice] = ProgramAtSizes(captured, [graph.reduced(key) for key in graph.traced], rows)
             self.making_s.append(time.process_time() - start)
         self.is_new = True
 
-    def _merged(self) -> list[Step]:
+    def _merged(self) -> list[MergedStep]:
         """Merge the last traced step's calls at each traced size."""
         cache, steps = CostCache(), []
         for traced in zip(*(graph.traced.values() for graph in self.planned), strict=True):
             calls = []
-            for number, ((_, part), (last, taken, _)) in enumerate(zip(traced, self.steps.calls, strict=True)):
-                captured = part.captured
+            for number, ((_, runtime), (last, taken, _)) in enumerate(zip(traced, self.steps.calls, strict=True)):
+                captured = runtime.captured
                 profile = measure(captured, cache)
                 graph, costs = without_missing(captured, self.steps.missing[last], profile)
                 calls.append(self._call(number, captured, in_blocks(graph, captured.device), costs, taken))
@@ -284,11 +285,11 @@ class Trial:
     def _call(self, number: int, captured: Captured, graph: Any, profile: Any, taken: list[int]) -> Call:
         links: dict[int, tuple[int, int]] = {}
         for position, storage in enumerate(taken):
-            for earlier, (part, _, made) in enumerate(self.steps.calls[:number]):
-                numbers = {value: t for t, value in enumerate(part.captured.fx_values)}
+            for earlier, (runtime, _, made) in enumerate(self.steps.calls[:number]):
+                numbers = {value: t for t, value in enumerate(runtime.captured.fx_values)}
                 for output, (other, _) in enumerate(made):
-                    if storage and other == storage and part.captured.forward_outputs[output] in numbers:
-                        links[graph.inputs[position]] = earlier, numbers[part.captured.forward_outputs[output]]
+                    if storage and other == storage and runtime.captured.forward_outputs[output] in numbers:
+                        links[graph.inputs[position]] = earlier, numbers[runtime.captured.forward_outputs[output]]
         number_of = {value: t for t, value in enumerate(captured.fx_values)}
         outputs = [number_of.get(value) for value in captured.forward_outputs]
         alive = tuple(o for i, o in enumerate(outputs) if o is not None and i in self.steps.alive[number])

@@ -20,7 +20,7 @@ from hiremate_lightning.reporting.report import calls_for
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.candidates import Target
 from hiremate_lightning.targets.modules import Targets, give_way
-from hiremate_lightning.targets.training_step import StepTarget
+from hiremate_lightning.targets.training_step import TrainingStepTarget
 
 
 class HiRemateCallback(Callback):
@@ -100,7 +100,7 @@ class HiRemateCallback(Callback):
         # `locals()` holds nothing but the arguments here.
         self.options = make_options(**{name: value for name, value in locals().items() if name in OPTIONS})
         self.target = target
-        self._targets: Targets | StepTarget | None = None
+        self._targets: Targets | TrainingStepTarget | None = None
         self._unlogged: Plan | None = None  # a plan that was not logged yet, or not with its measurements
         self.plan: Plan | None = None
 
@@ -191,16 +191,18 @@ class HiRemateCallback(Callback):
             raise MisconfigurationException(
                 "HiRemateCallback can't plan a compiled LightningModule. Pass the module itself, without torch.compile."
             )
-        if self.target == StepTarget.METHOD and not pl_module.automatic_optimization:
+        if self.target == TrainingStepTarget.METHOD and not pl_module.automatic_optimization:
             raise MisconfigurationException(
                 "target='training_step' needs automatic optimization: with manual optimization the backward is "
                 "inside of it. Leave target out to plan the submodules."
             )
 
 
-def targets_for(module: pl.LightningModule, session: Session, target: Target) -> Targets | StepTarget:
+def targets_for(module: pl.LightningModule, session: Session, target: Target) -> Targets | TrainingStepTarget:
     """Return the target that takes over a module's training step, or its calls."""
-    return StepTarget(module, session) if target == StepTarget.METHOD else Targets(module, session, target)
+    return (
+        TrainingStepTarget(module, session) if target == TrainingStepTarget.METHOD else Targets(module, session, target)
+    )
 
 
 def planner_of(trainer: pl.Trainer) -> HiRemateCallback | None:

@@ -166,7 +166,7 @@ def captured_by(module: nn.Module, *inputs: Any, **options: Any) -> Captured:
 
 def captured_graphs(module: nn.Module) -> list[Captured]:
     """List the captured graphs of a planned module."""
-    return [part.captured for part in session_of(module).model.parts.all]
+    return [graph.captured for graph in session_of(module).model.runtimes.all]
 
 
 def proved(module: nn.Module) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hiremate_lightning import hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.signatures.watching import BeginningStep, Look, WatchPolicy
+from hiremate_lightning.signatures.watching import Look, WatchFacts, WatchPolicy
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import differing, leave_behind, recorded
 
@@ -182,7 +182,7 @@ def _counting_watched() -> Iterator[list[bool]]:
     """Note of each step that begins whether it is watched."""
     begin, found = WatchPolicy.choose_look, list[bool]()
 
-    def counted(policy: WatchPolicy, step: BeginningStep) -> Look:
+    def counted(policy: WatchPolicy, step: WatchFacts) -> Look:
         look = begin(policy, step)
         found.append(look.is_measured or look.is_timed)
         return look

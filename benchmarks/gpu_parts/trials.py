@@ -194,7 +194,7 @@ def plan_and_measure(trainer: Trainer, task: Task, budget: Budget, plans: Path) 
     plan = get_plan(trainer.module)
     assert plan is not None, "a plan is there after the second step"
     values["first_step_s"] += replanned_s
-    graphs = len(session_of(trainer.module).model.parts.all)  # the same for all budgets: none is captured again
+    graphs = len(session_of(trainer.module).model.runtimes.all)  # the same for all budgets: none is captured again
     return {**values, **of_plan(plan, values["peak_mib"] * 2**20), "graphs": graphs}, plan
 
 

@@ -132,7 +132,7 @@ class WaitingSlots(dict[nn.Module, Slot]):
                     hooks.set_call(module, None if from_slot else slot)
 
 
-class StepSlot:
+class TrainingStepSlot:
     """Replaces the training step of one module, `plain`, whose signature Lightning reads from `__wrapped__`."""
 
     def __init__(self, call: Callable[..., Any], plain: Callable[..., Any]) -> None:

@@ -30,39 +30,41 @@ from ..torch_private import aot, autocasting, backward_pass, captured_code, comp
 from ..torch_private.eager_tracing import traced_as_eager
 from ..torch_private.size_symbols import sizes_among
 from .capture import Captured, capture, order_of_gradients
-from .each_size import EachSize, PartSource, Runner, Smaller, TraceAhead, TracedCode
+from .each_size import EachSize, Runner, RuntimeSource, Smaller, TraceAhead, TracedCode
 from .same_captures import SameCaptures
 
-MakePart = Callable[[Captured], Any]  # makes the `running.execution.Part` that runs in place of a joint graph
+MakeRuntime = Callable[
+    [Captured], Any
+]  # makes the `running.execution.GraphRuntime` that runs in place of a joint graph
 Prove = Callable[[fx.GraphModule, Runner, Any, Smaller | None], Runner]
 
 
 def planning_backend(
-    make_part: MakePart,
+    make_runtime: MakeRuntime,
     kernels: FusedKernels | None = None,
     prove: Prove | None = None,
     warn: Callable[[str], None] = log.warning,
     trace_ahead: TraceAhead = lambda run, sizes, trace: None,
-    part_source: PartSource | None = None,
+    runtime_source: RuntimeSource | None = None,
     same: SameCaptures | None = None,
 ) -> Any:
     """Build a backend for `torch.compile(..., backend=...)` that hands each captured graph to a session.
 
     Args:
-        make_part: Called once for each joint graph; the part that it returns runs in the graph's place.
+        make_runtime: Called once for each joint graph; the runtime that it returns runs in the graph's place.
         kernels: Cache of the kernels of fused operations; None to fuse nothing.
         prove: Wraps a runner so that it is compared with eager PyTorch first. Its arguments are the captured code, its
-            runner, the runner's part (None if nothing has a gradient), and a function that makes the code at smaller
+            runner, the runner's runtime (None if nothing has a gradient), and a function that makes the code at smaller
             sizes, on which the proof then runs instead (or None). None to run without proof.
         warn: Logs a warning.
         trace_ahead: Called after each trace; may trace the code at larger sizes in advance, see `EachSize`.
-        part_source: Makes parts for sizes that were not traced; None to trace each size.
+        runtime_source: Makes runtimes for sizes that were not traced; None to trace each size.
         same: Finds the runner of an earlier capture of the same code; None to start with no captures.
     """
     same = same or SameCaptures()
 
-    def proving(module: fx.GraphModule, run: Runner, part: Any, smaller: Smaller | None = None) -> Runner:
-        return run if prove is None else prove(module, run, part, smaller)
+    def proving(module: fx.GraphModule, run: Runner, runtime: Any, smaller: Smaller | None = None) -> Runner:
+        return run if prove is None else prove(module, run, runtime, smaller)
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if not captured_code.keep_modes_of_backwards(module):
@@ -92,16 +94,16 @@ def planning_backend(
 
         def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> TracedCode:
             nonlocal terms
-            compilation = _Compilation(make_part, kernels, serves_other_sizes=bool(sizes))
+            compilation = _Compilation(make_runtime, kernels, serves_other_sizes=bool(sizes))
             run = compilation.compile(module, inputs, terms)
             terms = compilation.contributions.terms  # the first guess for the next size
 
-            def at_other_sizes(module: fx.GraphModule, part: Any, smaller: Smaller | None) -> Runner:
-                return proving(module, compilation.running(part, run), part, smaller)
+            def at_other_sizes(module: fx.GraphModule, runtime: Any, smaller: Smaller | None) -> Runner:
+                return proving(module, compilation.running(runtime, run), runtime, smaller)
 
-            return TracedCode(proving(module, run, compilation.part), compilation.part, at_other_sizes)
+            return TracedCode(proving(module, run, compilation.runtime), compilation.runtime, at_other_sizes)
 
-        return EachSize(module, sizes, trace, trace_ahead, part_source, same).run if sizes else trace(module, inputs)
+        return EachSize(module, sizes, trace, trace_ahead, runtime_source, same).run if sizes else trace(module, inputs)
 
     return backend
 
@@ -143,29 +145,31 @@ class _Compilation:
     """One compilation of captured code: AOTAutograd calls partition, then forward, then backward.
 
     AOTAutograd's caches keep this object alive. So it must not refer to the code or its inputs, which would keep the
-    model alive. The compiled function may also run parts of other sizes, see `running`.
+    model alive. The compiled function may also run the code at other sizes, see `running`.
     """
 
-    def __init__(self, make_part: MakePart, kernels: FusedKernels | None, serves_other_sizes: bool = False) -> None:
-        self.part: Any = None  # runs in place of the joint graph; None if nothing has a gradient
-        self._at_other_sizes: Any = None  # the part of other sizes that runs at the moment in place of `part`
-        self._make_part, self._kernels, self._serves_other_sizes = make_part, kernels, serves_other_sizes
+    def __init__(
+        self, make_runtime: MakeRuntime, kernels: FusedKernels | None, serves_other_sizes: bool = False
+    ) -> None:
+        self.runtime: Any = None  # runs in place of the joint graph; None if nothing has a gradient
+        self._at_other_sizes: Any = None  # the runtime at other sizes that runs at the moment in place of `runtime`
+        self._make_runtime, self._kernels, self._serves_other_sizes = make_runtime, kernels, serves_other_sizes
         self._parameters: frozenset[int] = frozenset()
         self._blocks: dict[Source, int] = {}
         self.contributions = Contributions((), {})  # of the current trace
         self._captured: Captured | None = None
 
-    def running(self, part: Any, run: Runner) -> Runner:
-        """Return a function that runs the code with the part of other sizes; the backward finds it in saved tensors."""
+    def running(self, runtime: Any, run: Runner) -> Runner:
+        """Return a function that runs the code at other sizes by `runtime`; the backward finds it in saved tensors."""
 
-        def run_part(*arguments: Any) -> Any:
-            self._at_other_sizes = part
+        def run_at_sizes(*arguments: Any) -> Any:
+            self._at_other_sizes = runtime
             try:
                 return run(*arguments)
             finally:
                 self._at_other_sizes = None
 
-        return run_part
+        return run_at_sizes
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
         """Trace captured code; return a function that runs it and gives each result its own autograd node."""
@@ -182,7 +186,11 @@ class _Compilation:
             except OtherTermsError as error:
                 log.debug("tracing again, with other terms of gradients")
                 self.contributions = Contributions(inputs, error.terms, is_settled=True)
-        contributions, statistics, is_planned = self.contributions, _running_statistics(module), self.part is not None
+        contributions, statistics, is_planned = (
+            self.contributions,
+            _running_statistics(module),
+            self.runtime is not None,
+        )
 
         def run_whole(*arguments: Any) -> Any:
             with tensor_state.changes_uncounted([arguments[position] for position in statistics]):
@@ -218,14 +226,14 @@ class _Compilation:
 
     def _forward(self, _: fx.GraphModule, __: Sequence[Any]) -> aot.Boxed:
         assert self._captured is not None, "AOTAutograd compiles a forward only after it partitioned"
-        self.part = part = self._make_part(self._captured)
-        part.own = aot.settle_forward(self._serves_other_sizes)
-        return aot.mark_boxed(lambda arguments: (self._at_other_sizes or part).forward(arguments))
+        self.runtime = runtime = self._make_runtime(self._captured)
+        runtime.own = aot.settle_forward(self._serves_other_sizes)
+        return aot.mark_boxed(lambda arguments: (self._at_other_sizes or runtime).forward(arguments))
 
     def _backward(self, _: fx.GraphModule, __: Sequence[Any]) -> aot.Boxed:
-        part = self.part
-        assert part is not None, "AOTAutograd compiles a backward only after its forward"
-        return aot.mark_boxed(lambda arguments: part.backward(arguments))
+        runtime = self.runtime
+        assert runtime is not None, "AOTAutograd compiles a backward only after its forward"
+        return aot.mark_boxed(lambda arguments: runtime.backward(arguments))
 
     def _inference(self, module: fx.GraphModule, _: Sequence[Any]) -> aot.Boxed:
         for node, call in [(n, as_eager(n)) for n in module.graph.nodes if n.op == "call_function"]:

@@ -36,14 +36,14 @@ class TracedCode:
 
     Attributes:
         run: Runs the code.
-        part: The part that runs in place of its joint graph; None if nothing has a gradient.
-        at_other_sizes: Returns a runner of the code at other sizes. Its arguments are the module and the part at these
-            sizes, and a function that makes the code at smaller sizes for the proof. The runner raises
+        runtime: Runs in place of its joint graph; None if nothing has a gradient.
+        at_other_sizes: Returns a runner of the code at other sizes. Its arguments are the module and the runtime
+            at these sizes, and a function that makes the code at smaller sizes for the proof. The runner raises
             `SizesDifferError`, before it has run anything, if the code cannot be proved.
     """
 
     run: Runner
-    part: Any
+    runtime: Any
     at_other_sizes: Callable[[fx.GraphModule, Any, Smaller | None], Runner]
 
     def __call__(self, *arguments: Any) -> Any:
@@ -51,21 +51,21 @@ class TracedCode:
         return self.run(*arguments)
 
 
-class PartSource(Protocol):
-    """Makes parts of code for sizes that were not traced from the parts of a few traced sizes."""
+class RuntimeSource(Protocol):
+    """Makes runtimes of code for sizes that were not traced, from those of a few traced sizes."""
 
     def may_make(self, code: object, is_first: bool = False) -> bool:
-        """Whether to trace samples of code and make parts from them; `is_first` if the code has no samples yet."""
+        """Whether to trace samples of code and make runtimes from them; `is_first` if the code has no samples yet."""
 
-    def part_at(self, code: object, samples: Sequence[tuple[Sizes, Any]], sizes: Sizes) -> Any:
-        """Make the part of code at `sizes` from samples: the varying sizes of each, and its part.
+    def runtime_at(self, code: object, samples: Sequence[tuple[Sizes, Any]], sizes: Sizes) -> Any:
+        """Make the runtime of code at `sizes` from samples: the varying sizes of each, and its runtime.
 
         Raises:
-            SizesDifferError: If the samples do not determine the part.
+            SizesDifferError: If the samples do not determine the code.
         """
 
     def failed(self, code: object, error: Exception) -> None:
-        """Record that no part could be made for a size, or that the part did not run."""
+        """Record that no code could be made for a size, or that it did not run."""
 
 
 Trace = Callable[[fx.GraphModule, Sequence[Any]], TracedCode]
@@ -80,7 +80,7 @@ class EachSize:
         sizes: Positions of the inputs that are sizes.
         trace: Traces code of definite sizes on inputs without memory.
         trace_ahead: Called after each trace with the runner, its sizes, and a function that traces at given sizes.
-        part_source: Makes parts for sizes that were not traced; None to trace each size.
+        runtime_source: Makes runtimes for sizes that were not traced; None to trace each size.
         same: Finds the runner of the same code at the same definite sizes, also if it was captured elsewhere.
     """
 
@@ -90,7 +90,7 @@ class EachSize:
         sizes: Sequence[int],
         trace: Trace,
         trace_ahead: TraceAhead,
-        part_source: PartSource | None,
+        runtime_source: RuntimeSource | None,
         same: SameCaptures,
     ) -> None:
         count = len(module.graph.find_nodes(op="placeholder"))
@@ -100,7 +100,7 @@ class EachSize:
         self._depends_on_values = False  # whether a trace holds only for inputs with the same `_particulars`
         self._traced = Latest[tuple[Any, ...], Runner](thresholds.current.size_traces)
         self._ahead = dict[Sizes, TracedCode]()
-        self._part_source, self._symbols = part_source, SizeSymbols(module, self._sizes)
+        self._runtime_source, self._symbols = runtime_source, SizeSymbols(module, self._sizes)
         self._samples, self._made = dict[Sizes, TracedCode](), weakref.WeakSet[Runner]()
 
     def run(self, *arguments: Any) -> Any:
@@ -154,7 +154,7 @@ class EachSize:
         with dynamo.counting_seconds(), generators, collecting_what_it_leaves():
             code = self._symbols.code_at(sizes)
             run, is_general = trace_apart(code, inputs, self._trace, layouts or [None] * len(inputs))
-        may_make = self._part_source is not None and self._part_source.may_make(self)
+        may_make = self._runtime_source is not None and self._runtime_source.may_make(self)
         if is_general and may_make and len(self._samples) < MOST_SAMPLES:
             self._samples[sizes] = run
         self._depends_on_values = self._depends_on_values or not is_general
@@ -185,9 +185,9 @@ class EachSize:
 
     def _make_for(self, sizes: Sizes, inputs: Sequence[Any]) -> Runner | None:
         """Make the code at new sizes from samples and return its runner; None if the code must be traced."""
-        if self._part_source is None or self._depends_on_values or not self._symbols.vary:
+        if self._runtime_source is None or self._depends_on_values or not self._symbols.vary:
             return None
-        if not self._part_source.may_make(self, is_first=not self._samples):
+        if not self._runtime_source.may_make(self, is_first=not self._samples):
             return None
         smaller = partial(weakly(self._made_smaller), sizes)  # the proof must not keep this code alive
         try:
@@ -212,15 +212,15 @@ class EachSize:
                 self._trace_larger(sample, inputs)
 
     def _made_at(self, sizes: Sizes, smaller: Smaller | None = None) -> Runner:
-        assert self._part_source is not None, "asked where something makes parts"
+        assert self._runtime_source is not None, "asked where something makes runtimes"
         traces = list(self._samples.values())
-        if not traces or any(trace.part is None for trace in traces):
+        if not traces or any(trace.runtime is None for trace in traces):
             raise SizesDifferError("Nothing in the code has a gradient")
         whole = [self._symbols.with_computed(sample) for sample in self._samples]
         varying, new = vary_alone(whole, self._symbols.with_computed(sizes))
-        parts = [(its_sizes, trace.part) for its_sizes, trace in zip(varying, traces, strict=True)]
-        part = self._part_source.part_at(self, parts, new)
-        return traces[0].at_other_sizes(self._symbols.code_at(sizes), part, smaller)
+        runtimes = [(its_sizes, trace.runtime) for its_sizes, trace in zip(varying, traces, strict=True)]
+        runtime = self._runtime_source.runtime_at(self, runtimes, new)
+        return traces[0].at_other_sizes(self._symbols.code_at(sizes), runtime, smaller)
 
     def _made_smaller(self, sizes: Sizes, inputs: Sequence[Any]) -> tuple[Runner, list[Any]] | None:
         """Return a runner of the code at smaller sizes, and the arguments cut to these; None if that fails."""
@@ -236,10 +236,10 @@ class EachSize:
             return None
 
     def _failed(self, error: Exception) -> None:
-        assert self._part_source is not None, "something was made"
+        assert self._runtime_source is not None, "something was made"
         log.info("A size is traced: %s", error)
-        self._part_source.failed(self, error)
-        if not self._part_source.may_make(self):
+        self._runtime_source.failed(self, error)
+        if not self._runtime_source.may_make(self):
             self._samples.clear()
             for key in [key for key, run in self._traced.items() if run in self._made]:
                 del self._traced[key]
@@ -274,10 +274,10 @@ def _cut(value: Any, layout: Layout | None) -> Any:
     if tensor_state.has_parts(value) or any(size > rows for size, rows in zip(shape, value.shape, strict=True)):
         raise ValueError
     with torch.no_grad():
-        part = value.detach()
+        runtime = value.detach()
         for dimension, (size, rows) in enumerate(zip(shape, value.shape, strict=True)):
             if size < rows:
-                part = part.index_select(dimension, torch.arange(size, device=value.device) * rows // size)
-        cut = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device).copy_(part)
+                runtime = runtime.index_select(dimension, torch.arange(size, device=value.device) * rows // size)
+        cut = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device).copy_(runtime)
     cut.requires_grad_(value.requires_grad)
     return cut if value.is_leaf else cut.clone()

@@ -28,7 +28,7 @@ from ..planning.solvers.worker import apart, check_strategy
 from ..records.costs import Link, step_time_ms
 from ..records.expressions import Line, SizesDifferError
 from ..records.offload import Host, storages_in
-from ..records.step import Step
+from ..records.step import MergedStep
 from ..reporting.html_report import write_html
 from ..reporting.plan_summary import all_numbers
 from ..reporting.report import Reporter
@@ -76,7 +76,7 @@ class _Work:
         with self.reporter.stage("loading the model's code"):
             self.workload = Workload(find_factory(asked.factory), asked.factory, asked.input)
 
-    def capture(self, size: int | None = None, shards: int | None = None) -> tuple[OfflineStep, Step]:
+    def capture(self, size: int | None = None, shards: int | None = None) -> tuple[OfflineStep, MergedStep]:
         """Capture the step and cost it, at the given batch size and number of GPUs to shard over, if any."""
         options = self.options
         if shards is not None:
@@ -169,7 +169,7 @@ def _plan_on(work: _Work, shards: int, on_infeasible: str = "raise") -> tuple[Of
     asked, (captured, step) = work.asked, work.capture(shards=shards)
     room = work.room(asked.budget, captured.resident_bytes, step.eager_bytes)
 
-    def solve(step: Step, on_infeasible: str, host: Host = Host(0)) -> Plan:
+    def solve(step: MergedStep, on_infeasible: str, host: Host = Host(0)) -> Plan:
         options = SessionOptions(time_limit_s=asked.time_limit_s, on_infeasible=on_infeasible, solver=asked.solver)
         progress = work.reporter.solving(step_time_ms(step.graph, step.profile))
         made = unless_short(make_plan(step, room, options, captured.name, progress=progress, host=host))
@@ -183,7 +183,7 @@ def _plan_on(work: _Work, shards: int, on_infeasible: str = "raise") -> tuple[Of
         link = Link(bytes_per_ms, bytes_per_ms, LINK_LATENCY_MS)
         if asked.measure and asked.host_link is None:
             link = measure_link(captured.options.device)
-        pinned = storages_in(step, [pinned_storages(run.part.captured) for run in captured.record.planned])
+        pinned = storages_in(step, [pinned_storages(run.runtime.captured) for run in captured.measurement.planned])
         size_bytes = UNLIMITED if asked.host_budget is None else asked.host_budget
         host = Host(size_bytes, pinned, has_round_blocks=True)
         linked = replace(step, profile=replace(step.profile, link=link))
@@ -191,7 +191,7 @@ def _plan_on(work: _Work, shards: int, on_infeasible: str = "raise") -> tuple[Of
         return captured, made, [_host_words(linked, link, host, made, solve(step, "warn"))]
 
 
-def _host_words(step: Step, link: Link, host: Host, made: Plan, without: Plan) -> str:
+def _host_words(step: MergedStep, link: Link, host: Host, made: Plan, without: Plan) -> str:
     """Compare a plan with offloading (`made`) with one without, which takes the least memory if nothing fits."""
     problem = Problem(step.graph, step.profile, 0, SolveOptions())
     needs = (least_need(each, made.resident_bytes) for each in (problem, replace(problem, host=host)))
@@ -276,7 +276,7 @@ def compare(asked: argparse.Namespace) -> int:
     return 0 if any(outcome.fits for outcome in comparison.outcomes) else 1
 
 
-def _budgets_in_words(work: _Work, captured: OfflineStep, step: Step) -> dict[int, str]:
+def _budgets_in_words(work: _Work, captured: OfflineStep, step: MergedStep) -> dict[int, str]:
     """Return {bytes that the step may add: budget in words}, largest first; add budgets if a picture needs several."""
     named, eager_bytes, resident_bytes = {}, step.eager_bytes, captured.resident_bytes
     for budget in work.asked.budgets:
@@ -349,7 +349,7 @@ def _refuse_all_sizes(forecast: Forecast, limit_bytes: int, max_overhead: float)
     )
 
 
-def _forecast(work: _Work, seen: Sequence[tuple[OfflineStep, Step]], limit_bytes: int) -> Forecast:
+def _forecast(work: _Work, seen: Sequence[tuple[OfflineStep, MergedStep]], limit_bytes: int) -> Forecast:
     """Return a forecast of all sizes from the step captured at two sizes."""
     samples = {captured.size: step for captured, step in seen}
     resident = Line(list(samples), [captured.resident_bytes for captured, _ in seen])

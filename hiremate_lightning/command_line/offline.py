@@ -28,14 +28,14 @@ from ..capturing.capture import Captured
 from ..errors import CaptureError, ConfigurationError, did_you_mean, place_of
 from ..measuring.profiling import CostCache, measure
 from ..measuring.recorded_calls import calls_of
-from ..measuring.recording import StepRecord
+from ..measuring.recording import StepMeasurement
 from ..measuring.runs import Run
 from ..memory.allocator import storage_bytes
 from ..records.costs import Profile, estimate
 from ..records.schedule import keep_all, lower
-from ..records.step import Call, Step, merge
+from ..records.step import Call, MergedStep, merge
 from ..running.accumulation import Leaves
-from ..running.execution import Conductor, Part
+from ..running.execution import Conductor, GraphRuntime
 from ..running.program import Program, build
 from ..torch_private import dynamo, readings, sharding, tensor_state
 from .factory import ModelCall, Workload, build_on_fakes, same_tensors
@@ -88,21 +88,21 @@ class OfflineStep(Conductor):
         if options.zero_grad == "auto":  # as the training loop of the module's framework does
             names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(call.module).__mro__}
             self.zero_grad = "after-forward" if names & LIGHTNING_MODULES else "before"
-        self.parts: list[Part] = []  # one for each graph captured so far
-        self.record = StepRecord(None)  # the runs of the step, and how they are linked
+        self.runtimes: list[GraphRuntime] = []  # one for each graph captured so far
+        self.measurement = StepMeasurement(None)  # the runs of the step, and how they are linked
         self.meter = CountingMeter(options.device)  # counts memory and sent bytes
         self.resident: dict[str, int] = {}  # bytes that exist before the step, by kind
         self.gradients_bytes, self.capture_s = 0, 0.0  # bytes of gradients that this process keeps; seconds
         self.breaks: tuple[str, ...] = ()  # reasons of graph breaks, with places in the code
         self._call = call
-        self._programs: dict[Part, Program] = {}
+        self._programs: dict[GraphRuntime, Program] = {}
         self._path = ""  # path of the module that is being called
         self._paths: list[str] = []  # paths of the modules that ran
 
     @property
     def captured(self) -> tuple[Captured, ...]:
         """The captured graphs."""
-        return tuple(part.captured for part in self.parts)
+        return tuple(runtime.captured for runtime in self.runtimes)
 
     @property
     def resident_bytes(self) -> int:
@@ -119,27 +119,27 @@ class OfflineStep(Conductor):
         """Bytes that a step sends to other processes."""
         return self.options.layout.sent_bytes(self.meter)
 
-    def estimated(self, rates: Rates) -> Step:
+    def estimated(self, rates: Rates) -> MergedStep:
         """Return the step as one graph, with estimated times."""
         return self._merge([estimate(captured.graph, rates.machine) for captured in self.captured])
 
-    def measured(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Step:
+    def measured(self, progress: Callable[[int, int], None] = lambda done, total: None) -> MergedStep:
         """Return the step as one graph, with operations measured one by one on the device, which must exist."""
         if self.options.is_stand_in:
             raise ConfigurationError("There is no CUDA device here to measure on. Leave --measure out for estimates.")
         cache = CostCache()
         return self._merge([measure(captured, cache, progress=progress) for captured in self.captured])
 
-    def _merge(self, profiles: Sequence[Profile]) -> Step:
+    def _merge(self, profiles: Sequence[Profile]) -> MergedStep:
         step = merge(*self.calls_with(profiles), self.stale_bytes)
         return replace(step, graph=on_gpu(step.graph, self.options.device)) if self.options.is_stand_in else step
 
     def calls_with(self, profiles: Sequence[Profile]) -> tuple[list[Call], list[int]]:
         """Return the calls of the step, with modules by their paths in the model, and the order of the backwards."""
-        for part, profile in zip(self.parts, profiles, strict=True):
-            part.profile = profile
-        calls, order = calls_of(self.record)
-        for index, run in enumerate(self.record.planned):
+        for runtime, profile in zip(self.runtimes, profiles, strict=True):
+            runtime.profile = profile
+        calls, order = calls_of(self.measurement)
+        for index, run in enumerate(self.measurement.planned):
             # FSDP2 reduces whole gradients before it adds their shards: the whole gradients stay in the graph.
             if self.zero_grad == "accumulate" and self.options.layout.shards == 1:
                 calls[index] = calls[index].without_gradients(run.added)
@@ -160,19 +160,19 @@ class OfflineStep(Conductor):
         if optimizer is not None:
             optimizer.step()
         for _ in range(STEPS):
-            count = len(self.parts)
+            count = len(self.runtimes)
             self._count_resident(optimizer)
             root.zero_grad()
             self._paths.clear()
             self.meter = CountingMeter(options.device, sharding.resized_tensors(root))
-            self.record = StepRecord(None, root=root, meter=self.meter)
+            self.measurement = StepMeasurement(None, root=root, meter=self.meter)
             try:
                 self._run_once(function)
             finally:
-                self.record.close()
-            if len(self.parts) == count:
+                self.measurement.close()
+            if len(self.runtimes) == count:
                 break
-        if not self.record.backwards:
+        if not self.measurement.backwards:
             raise CaptureError(f"Nothing of {self.name} was captured: torch.compile ran it as it is.")
 
     def _compile_parts(self, root: nn.Module, undo: ExitStack) -> Callable[..., Any]:
@@ -197,11 +197,11 @@ class OfflineStep(Conductor):
             module.forward = partial(call_part, path, module)
         return _call_module
 
-    def _take_in(self, captured: Captured) -> Part:
-        part = Part(captured, self, len(self.parts))
-        self.parts.append(part)
-        self._programs[part] = build(captured, lower(captured.graph, keep_all(captured.graph)))
-        return part
+    def _take_in(self, captured: Captured) -> GraphRuntime:
+        runtime = GraphRuntime(captured, self, len(self.runtimes))
+        self.runtimes.append(runtime)
+        self._programs[runtime] = build(captured, lower(captured.graph, keep_all(captured.graph)))
+        return runtime
 
     def _run_once(self, function: Callable[..., Any]) -> None:
         call, options = self._call, self.options
@@ -211,7 +211,7 @@ class OfflineStep(Conductor):
         except dynamo.CompileError as error:
             reason = dynamo.reason_of(error)
             raise CaptureError(f"torch.compile could not capture {self.name}: {reason}") from error
-        self.record.backward_called()  # on fake tensors nothing else reports it
+        self.measurement.backward_called()  # on fake tensors nothing else reports it
         loss.backward()
 
     def _count_resident(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -233,23 +233,23 @@ class OfflineStep(Conductor):
         if self.zero_grad != "accumulate":
             del self.resident[ACCUMULATED]
 
-    def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Run]:
+    def start(self, runtime: GraphRuntime, arguments: Sequence[Any]) -> tuple[Program, Run]:
         """Return the program that keeps everything, and its recorded run."""
-        program = self._programs[part]
+        program = self._programs[runtime]
         self._paths.append(self._path)
-        return program, self.record.begin(part, program, arguments)
+        return program, self.measurement.begin(runtime, program, arguments)
 
     def forward_done(self, run: Run, outputs: Sequence[Any]) -> None:
         """Record the end of a forward."""
-        self.record.forward_done(run, outputs)
+        self.measurement.forward_done(run, outputs)
 
     def backward_starts(self, run: Run, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
         """Record the start of a backward."""
-        self.record.backward_starts(run, tangents, leaves, retains)
+        self.measurement.backward_starts(run, tangents, leaves, retains)
 
     def backward_done(self, run: Run) -> None:
         """Record the end of a backward."""
-        self.record.backward_done(run)
+        self.measurement.backward_done(run)
 
 
 def capture_offline(workload: Workload, options: OfflineOptions, size: int | None = None) -> OfflineStep:

@@ -15,12 +15,12 @@ from enum import Enum
 import torch
 
 from ..torch_private import tensor_state
-from .recording import StepRecord
+from .recording import StepMeasurement
 from .resident import INPUTS, LEFT, RETAINED, Resident
 
 Numbers = tuple[int, ...]
-Place = tuple[Numbers | None, Numbers]  # the signature of the previous step, and the identities of the waiting parts
-NOT_MEASURED = StepRecord(None)
+Place = tuple[Numbers | None, Numbers]  # the signature of the previous step, and the identities of the waiting graphs
+NOT_MEASURED = StepMeasurement(None)
 
 
 class LeftUntil(Enum):
@@ -73,14 +73,14 @@ class LeftOutputs:
         outputs = self._record.left_outputs()
         return _bytes_beside(present, outputs), _bytes_beside({*present, *outputs}, self._find_retained())
 
-    def watch(self, record: StepRecord) -> None:
+    def watch(self, measurement: StepMeasurement) -> None:
         """Let the record of a step that begins mark the release of the previous step's outputs."""
         if self.are_known and self._size_bytes and not self._retained_bytes:
-            record.watch_left(self._record, self._size_bytes if self._until is LeftUntil.END else 0)
+            measurement.watch_left(self._record, self._size_bytes if self._until is LeftUntil.END else 0)
 
-    def step_ended(self, record: StepRecord | None, signature: Numbers | None = None) -> None:
+    def step_ended(self, measurement: StepMeasurement | None, signature: Numbers | None = None) -> None:
         """Store the record (None for a step without one) and the signature of the step that has ended."""
-        self._record = record if record is not None and record.is_measured else NOT_MEASURED
+        self._record = measurement if measurement is not None and measurement.is_measured else NOT_MEASURED
         self._signature = signature
 
     def add_to(self, resident: Resident) -> Resident:
@@ -158,9 +158,9 @@ class Iterations:
         self._storages_before: dict[int, Callable[[], bool]] = {}  # storages from before the iteration: is it alive?
 
     def step_begins(
-        self, before: StepRecord | None, signature: Numbers | None, waiting: Numbers, has_stepped: bool
+        self, before: StepMeasurement | None, signature: Numbers | None, waiting: Numbers, has_stepped: bool
     ) -> None:
-        """Begin a step, after an optimizer's step or not, beside the parts that wait for a backward.
+        """Begin a step, after an optimizer's step or not, beside the graphs that wait for a backward.
 
         `before` and `signature` are of the previous step; None if not all of its allocations were seen, or if unknown.
         """

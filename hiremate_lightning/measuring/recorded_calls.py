@@ -10,13 +10,13 @@ from ..memory.metering import Interval
 from ..records.graph import bytes_of
 from ..records.step import HELD_TO_THE_END, Call, Gap, Output, OutsideStage
 from .profiling import as_laid_out
-from .recording import StepRecord
+from .recording import StepMeasurement
 from .runs import CALLED, LEFT, OTHER, START, Event, Mark, Run
 
 
-def calls_of(record: StepRecord) -> tuple[list[Call], list[int]]:
-    """Return the calls of a recorded step whose parts have costs, and the order of their backwards."""
-    recorded = _RecordedCalls(record)
+def calls_of(measurement: StepMeasurement) -> tuple[list[Call], list[int]]:
+    """Return the calls of a recorded step whose graphs have costs, and the order of their backwards."""
+    recorded = _RecordedCalls(measurement)
     calls = [recorded.call(run) for run in recorded.planned]
     return calls, [recorded.place[run.index] for run in recorded.backwards]
 
@@ -24,12 +24,14 @@ def calls_of(record: StepRecord) -> tuple[list[Call], list[int]]:
 class _RecordedCalls:
     """The runs of a record that have a backward, and the memory spans around them."""
 
-    def __init__(self, record: StepRecord) -> None:
-        self._record = record
-        self.planned = record.planned
+    def __init__(self, measurement: StepMeasurement) -> None:
+        self._record = measurement
+        self.planned = measurement.planned
         self.place = {run.index: position for position, run in enumerate(self.planned)}  # the call of each run
-        self.backwards = [record.runs[index] for index in dict.fromkeys(record.backwards)]  # in order of execution
-        self._span_at = {span.label: position for position, span in enumerate(record.spans)}
+        self.backwards = [
+            measurement.runs[index] for index in dict.fromkeys(measurement.backwards)
+        ]  # in order of execution
+        self._span_at = {span.label: position for position, span in enumerate(measurement.spans)}
         self._ends = [Event.FORWARD.of(run.index) for run in self.planned[1:]]  # ends of the code after each forward
         self._ends += [Event.BACKWARD.of(run.index) for run in self.backwards[:1]]
         # For each run, by output: the number of forwards and backwards that have run when code frees the output.
@@ -44,21 +46,23 @@ class _RecordedCalls:
 
     def call(self, run: Run) -> Call:
         """Return the call of a run, with the uncaptured code before, between and after its halves."""
-        record, place = self._record, self.place
-        number, profile = place[run.index], run.part.profile
+        measurement, place = self._record, self.place
+        number, profile = place[run.index], run.runtime.profile
         assert profile is not None, "costs are known of what has run in a step"
-        if record.timed is not None and thresholds.current.measures_times:
-            profile = record.timed.refine(profile, run.graph)
-        if record.is_measured and record.has_memory:
-            profile = as_laid_out(run.part.captured, profile, run.tangent_strides)
+        if measurement.timed is not None and thresholds.current.measures_times:
+            profile = measurement.timed.refine(profile, run.graph)
+        if measurement.is_measured and measurement.has_memory:
+            profile = as_laid_out(run.runtime.captured, profile, run.tangent_strides)
         graph, profile = run.as_run(profile)
         # The uncaptured code after the forward runs until the next forward, or until the first backward.
         done, mark = Event.FORWARD_DONE.of(run.index), self._ends[number]
         lived = [(i, t) for i, t in self._alive_at(done) if i <= run.index]
         died = list[Output]()
-        if self._spans(done, mark) and mark in record.alive_at:  # died: no longer alive, and not saved by their run
+        if (
+            self._spans(done, mark) and mark in measurement.alive_at
+        ):  # died: no longer alive, and not saved by their run
             alive = set(self._alive_at(mark))
-            died = [(i, t) for i, t in lived if (i, t) not in alive and not record.runs[i].saves(t)]
+            died = [(i, t) for i, t in lived if (i, t) not in alive and not measurement.runs[i].saves(t)]
         stages, called_at = self._stages(run, mark, lived, died)
         is_alone = not died and all(i == run.index for i, _ in lived)
         unknown = (
@@ -143,20 +147,20 @@ class _RecordedCalls:
 
         Returns the stages and the number of them before that call; no stages if the death of an output was not seen.
         """
-        record, sizes, dead, stages = self._record, self._sizes(died), set[int](), list[OutsideStage]()
-        storage_of = {Mark(Event.RELEASED, i, t): record.runs[i].outputs[t][1] for i, t in died}
+        measurement, sizes, dead, stages = self._record, self._sizes(died), set[int](), list[OutsideStage]()
+        storage_of = {Mark(Event.RELEASED, i, t): measurement.runs[i].outputs[t][1] for i, t in died}
         spans = self._spans(Event.FORWARD_DONE.of(run.index), following)
         calls = [i for i, span in enumerate(spans) if span.label == CALLED]
         is_last = following.event is Event.BACKWARD  # between two forwards, another backward is called
         called = calls[-1] if calls and is_last else None
-        returned_bytes = record.returned_bytes if is_last else 0
+        returned_bytes = measurement.returned_bytes if is_last else 0
         left = next((i for i, span in enumerate(spans) if span.label == LEFT), len(spans))
-        called_at, stale_bytes = None, record.freed_bytes
+        called_at, stale_bytes = None, measurement.freed_bytes
         for position, span in enumerate(spans[:-1]):
             storage = storage_of.get(span.label)
             if storage is not None:
                 dead.add(storage)
-            held = tuple((i, t) for i, t in lived if record.runs[i].outputs[t][1] not in dead)
+            held = tuple((i, t) for i, t in lived if measurement.runs[i].outputs[t][1] not in dead)
             if position == called:
                 called_at = len(stages)
             if not stages or position == called or held != stages[-1].held:

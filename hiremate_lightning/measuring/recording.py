@@ -1,6 +1,6 @@
 """Record one training step: the captured graphs that run, and the memory that uncaptured code between them allocates.
 
-A `StepRecord` lives for one step. It marks the start and the end of each forward and backward in the memory
+A `StepMeasurement` lives for one step. It marks the start and the end of each forward and backward in the memory
 measurement, finds the inputs that are an earlier run's outputs, and finds the outputs that live at each mark.
 `recorded_calls` turns the record into the calls that `step.merge` puts together.
 """
@@ -24,7 +24,7 @@ from ..memory.metering import Interval, LiveBytes, MemoryMeter
 from ..records.graph import bytes_of
 from ..records.step import Output
 from ..running.accumulation import Leaves, existing_gradients, find_leaves, positions_to_add
-from ..running.execution import Part, missing_gradients
+from ..running.execution import GraphRuntime, missing_gradients
 from ..running.program import Program
 from ..torch_private import backward_pass, sharding, tensor_state
 from .profiling import TimedRun
@@ -34,7 +34,7 @@ from .runs import CALLED, CLOSED, LEFT, OTHER, OTHER_DONE, START, Event, Mark, R
 MOST_BACKWARDS = 1000  # calls of backwards after which a step is measured no longer: its events fill the host's memory
 
 
-class StepRecord:
+class StepMeasurement:
     """The record of one step: its runs, and its memory from mark to mark.
 
     The host's allocator reports the size of a release only if the allocation was watched too, and a step frees
@@ -54,7 +54,7 @@ class StepRecord:
         # Bytes that the previous step left, and that are not expected to be freed; None if none are watched.
         self._unexpected_bytes: int | None = None
         self._left = set[Mark]()  # releases of this step's outputs that the next step has not seen yet
-        self._next: weakref.ref[StepRecord] | None = None
+        self._next: weakref.ref[StepMeasurement] | None = None
         self._thread = threading.get_ident()
         self.has_memory = device is not None
         self.resident, self._sees_frees = resident, sees_frees
@@ -117,7 +117,7 @@ class StepRecord:
     @property
     def graphs(self) -> tuple[int, ...]:
         """Numbers of the captured graphs that ran, in the order of their forwards."""
-        return tuple(run.part.number for run in self.runs)
+        return tuple(run.runtime.number for run in self.runs)
 
     @property
     def freed_bytes(self) -> int:
@@ -143,7 +143,7 @@ class StepRecord:
         before = self.spans[marks.index(returned) : marks.index(LEFT)]
         return all(span.peak_bytes == span.start_bytes for span in before)
 
-    def watch_left(self, before: StepRecord, unexpected_bytes: int) -> None:
+    def watch_left(self, before: StepMeasurement, unexpected_bytes: int) -> None:
         """Mark the release of the previous step's left outputs; 0 bytes if this step is expected to free them."""
         self._unexpected_bytes = unexpected_bytes
         living = ((run, tensor) for run in before.runs for tensor in run.living)
@@ -156,10 +156,10 @@ class StepRecord:
             mark = Mark(event, size_bytes=tensor.untyped_storage().nbytes())
             self._unwatch.append(self._mark_release(tensor, mark))
 
-    def begin(self, part: Part, program: Program, arguments: Sequence[Any]) -> Run:
+    def begin(self, runtime: GraphRuntime, program: Program, arguments: Sequence[Any]) -> Run:
         """Record the start of a forward."""
-        run = Run(part, len(self.runs), program)
-        tensors = dict(zip(part.captured.graph.inputs, arguments, strict=False))
+        run = Run(runtime, len(self.runs), program)
+        tensors = dict(zip(runtime.captured.graph.inputs, arguments, strict=False))
         made = {storage: (r.index, t) for r in self.runs for t, (lives, storage) in r.outputs.items() if lives()}
         for tensor, value in tensors.items():
             if tensor_state.is_dense(value) and not isinstance(value, torch.nn.Parameter):
@@ -173,8 +173,8 @@ class StepRecord:
         pairs = [] if self._sharded is None else sharding.whole_parameters(self._sharded)
         lent = {id(whole): id(shard) for whole, shard in pairs}  # by FSDP2
         self.parameters.update(parameters, (lent[p] for p in parameters if p in lent))
-        run.passed_on = _passed_on(part, arguments, lent)
-        leaves = find_leaves(part.captured, arguments).values()
+        run.passed_on = _passed_on(runtime, arguments, lent)
+        leaves = find_leaves(runtime.captured, arguments).values()
         run.trained = tuple(weakref.ref(leaf) for leaf in leaves if id(leaf) not in parameters)
         self.runs.append(run)
         self._mark_alive(Event.FORWARD.of(run.index))
@@ -182,7 +182,7 @@ class StepRecord:
 
     def forward_done(self, run: Run, outputs: Sequence[Any]) -> None:
         """Record the end of a forward, and watch its outputs."""
-        captured = run.part.captured
+        captured = run.runtime.captured
         tensor_of = {captured.fx_values[t]: t for t in captured.graph.outputs}
         for node, value in zip(captured.forward_outputs, outputs, strict=True):
             if node in tensor_of and tensor_state.is_dense(value):
@@ -209,8 +209,8 @@ class StepRecord:
             self._mark(OTHER)
             self.eager_backward_starts()
             return
-        added = positions_to_add(run.part.captured, leaves)
-        run.added = _added(run.part.captured, leaves, added)
+        added = positions_to_add(run.runtime.captured, leaves)
+        run.added = _added(run.runtime.captured, leaves, added)
         run.accumulated_bytes = sum(leaves[position].nbytes for position in existing_gradients(leaves).keys() - added)
         run.missing = missing_gradients(tangents)
         run.is_retained = retains or run.is_retained
@@ -262,7 +262,7 @@ class StepRecord:
 
     def _released(self, mark: Mark) -> None:
         """Mark the release of an output. After this step, mark the last release in the record of the next step."""
-        record: StepRecord | None = self
+        record: StepMeasurement | None = self
         if self._is_closed:
             is_last = self._left == {mark}
             self._left.discard(mark)
@@ -321,9 +321,9 @@ class StepRecord:
         return [tensor for leaf in leaves if leaf is not None for tensor in (leaf, leaf.grad) if tensor is not None]
 
 
-def _passed_on(part: Part, arguments: Sequence[Any], lent: Collection[int]) -> tuple[int, ...]:
+def _passed_on(runtime: GraphRuntime, arguments: Sequence[Any], lent: Collection[int]) -> tuple[int, ...]:
     """List the gradients that don't stay in an input's `.grad`: other code computed the input, or FSDP2 has lent it."""
-    captured = part.captured
+    captured = runtime.captured
     tensor_of = {captured.fx_values[t]: t for t in captured.graph.gradients}
     pairs = zip(arguments, captured.backward_outputs, strict=False)
     gradients = (

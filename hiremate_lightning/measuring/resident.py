@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from ..records.schedule import Schedule
-from ..running.execution import Part
+from ..running.execution import GraphRuntime
 
 WAITING = "graphs that wait for their backward"  # a kind of resident bytes
 RETAINED = "graphs retained for another backward"
@@ -32,7 +32,7 @@ class Resident:
     kept: frozenset[int] = frozenset()  # storages of the parameters whose gradients are part of `size_bytes`
     kinds: tuple[tuple[str, int], ...] = field(default=(), compare=False)  # the parts of `size_bytes`: names and bytes
     eager_waiting_bytes: int = 0  # `waiting_bytes` as they are in eager training
-    waiting: tuple[tuple[Part, Schedule], ...] = ()  # the waiting graphs, each with the schedule of its run
+    waiting: tuple[tuple[GraphRuntime, Schedule], ...] = ()  # the waiting graphs, each with the schedule of its run
     # Gradients that the optimizer has used, if they count as stale: their bytes, and their parameters' storages.
     used: tuple[int, frozenset[int]] = field(default=(0, frozenset()), compare=False)
 

@@ -15,11 +15,11 @@ from torch import nn
 from ..memory.allocator import storage_bytes
 from ..records.graph import Graph, bytes_of
 from ..records.schedule import Schedule, keep_all, lower
-from ..running.execution import Part, Saved
+from ..running.execution import GraphRuntime, Saved
 from ..torch_private import sharding, tensor_state
 from ..units import format_bytes
 from .left import Iterations, LeftOutputs, Numbers
-from .recording import StepRecord
+from .recording import StepMeasurement
 from .resident import WAITING, Resident
 from .runs import Event
 
@@ -39,7 +39,7 @@ class ResidentMemory:
     def __init__(
         self,
         root: nn.Module,
-        waiting: Callable[[], Sequence[tuple[Part, Saved]]] = tuple,
+        waiting: Callable[[], Sequence[tuple[GraphRuntime, Saved]]] = tuple,
         retained: Callable[[], Sequence[Saved]] = tuple,
     ) -> None:
         self.root = root
@@ -60,7 +60,7 @@ class ResidentMemory:
         self._most = (0, 0)  # most optimizer states, and most gradients of the samples, in any count
         self._uncollected_steps = LITTERED_STEPS  # steps begun since the last full garbage collection
         self._stepped = False  # whether an optimizer has used the gradients since the last backward
-        self._before: tuple[StepRecord | None, Numbers | None] = None, None  # of the previous step
+        self._before: tuple[StepMeasurement | None, Numbers | None] = None, None  # of the previous step
         self._frees_gradients = True  # whether used gradients are freed before the next backward
 
     @property
@@ -150,7 +150,7 @@ class ResidentMemory:
             self._trained = [weakref.ref(p) for p in self._parameters()]
         self._uncollected_steps += 1
         if self.device.type != "cuda":  # on CUDA, all allocated memory counts
-            waiting = tuple(id(part) for part, _ in self._find_waiting())
+            waiting = tuple(id(runtime) for runtime, _ in self._find_waiting())
             self.iterations.step_begins(*self._before, waiting, self._stepped)
         self._before = None, None
 
@@ -167,11 +167,11 @@ class ResidentMemory:
         return True
 
     def step_ended(
-        self, record: StepRecord | None, signature: tuple[int, ...] | None = None, has_captured: bool = False
+        self, measurement: StepMeasurement | None, signature: tuple[int, ...] | None = None, has_captured: bool = False
     ) -> None:
         """Store the record and signature of the step that has ended. A capture allocates more than a step does."""
-        self._left.step_ended(record, signature)
-        self._before = None if has_captured else record, signature
+        self._left.step_ended(measurement, signature)
+        self._before = None if has_captured else measurement, signature
 
     def learn_frees(self, step: int) -> None:
         """Store whether the previous step's outputs, and used gradients, were freed before this backward."""
@@ -195,20 +195,20 @@ class ResidentMemory:
         self.iterations.measure(resident.existing_bytes)
         return self.iterations.add_to(resident)
 
-    def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor]) -> None:
+    def watch_releases(self, measurement: StepMeasurement, arguments: Sequence[torch.Tensor]) -> None:
         """Let the record of a step that begins mark the release of tensors from before the step.
 
         On the host, the release of an uncounted tensor would look like memory that the step frees.
         """
-        self._left.watch(record)
-        record.counted = self._present(arguments) | self._left.storages
-        if self.device.type == "cpu" and record.is_measured:
+        self._left.watch(measurement)
+        measurement.counted = self._present(arguments) | self._left.storages
+        if self.device.type == "cpu" and measurement.is_measured:
             batch = {tensor_state.storage_id(t): t for t in (*self.batch, *arguments) if tensor_state.is_dense(t)}
-            record.watch_releases(Event.GIVEN, self._on_device(batch.values()))
+            measurement.watch_releases(Event.GIVEN, self._on_device(batch.values()))
             on_host = (t for t in tensor_state.plain_tensors_of_python() if t.device.type == "cpu")
             large = {tensor_state.storage_id(t): t for t in on_host if t.untyped_storage().nbytes() >= LARGE_BYTES}
-            uncounted = (tensor for storage, tensor in large.items() if storage not in record.counted)
-            record.watch_releases(Event.UNCOUNTED, self.iterations.older(uncounted))
+            uncounted = (tensor for storage, tensor in large.items() if storage not in measurement.counted)
+            measurement.watch_releases(Event.UNCOUNTED, self.iterations.older(uncounted))
 
     def _present(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
         """List the counted storages that exist before a step with these arguments, without left memory."""
@@ -231,8 +231,10 @@ class ResidentMemory:
         waiting = self._find_waiting()
         if waiting:
             kinds[WAITING] = self._bytes_of(held_by(saved for _, saved in waiting), seen)
-        graphs = tuple((part, saved.program.schedule) for part, saved in waiting)
-        eager_bytes = kinds.get(WAITING, 0) + sum(more_kept_in_eager(part.captured.graph, s) for part, s in graphs)
+        graphs = tuple((runtime, saved.program.schedule) for runtime, saved in waiting)
+        eager_bytes = kinds.get(WAITING, 0) + sum(
+            more_kept_in_eager(runtime.captured.graph, s) for runtime, s in graphs
+        )
         size_bytes = sum(kinds.values())
         if self.device.type == "cuda":
             size_bytes, counted_bytes = torch.cuda.memory_allocated(self.device) - stale, size_bytes

@@ -13,15 +13,15 @@ from ..capturing.absent import without_missing
 from ..records.costs import Profile
 from ..records.graph import Graph
 from ..records.step import Output
-from ..running.execution import Part
+from ..running.execution import GraphRuntime
 from ..running.program import Program
 
 
 @dataclass(eq=False)
 class Run:
-    """One run of a part, forward and backward."""
+    """One run of a captured graph, forward and backward."""
 
-    part: Part
+    runtime: GraphRuntime
     index: int  # position among the forwards of the step
     program: Program
     links: dict[int, Output] = field(default_factory=dict)  # by input: the earlier run's output on the same storage
@@ -61,19 +61,19 @@ class Run:
     @property
     def is_waiting(self) -> bool:
         """Whether its saved values exist and no backward has run yet."""
-        return any(saved.run is self for saved in self.part.waiting())
+        return any(saved.run is self for saved in self.runtime.waiting())
 
     @property
     def graph(self) -> Graph:
         """The captured graph, which assumes that all gradients of outputs arrive."""
-        return self.part.captured.graph
+        return self.runtime.captured.graph
 
     def as_run(self, profile: Profile) -> tuple[Graph, Profile]:
         """Return the graph and its costs as the run had them.
 
         Operations that need a missing gradient are left out; expanded tangents have the bytes that they take.
         """
-        graph, profile = without_missing(self.part.captured, self.missing, profile)
+        graph, profile = without_missing(self.runtime.captured, self.missing, profile)
         storages, roots = list(graph.storages), []
         for tensor, size_bytes in zip(graph.tangents, self.tangent_bytes, strict=False):
             storage = graph.tensors[tensor].storage

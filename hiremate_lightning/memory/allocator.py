@@ -16,7 +16,7 @@ import torch
 
 from ..records.costs import Profile
 from ..records.graph import Graph
-from ..records.step import Call, Step, merge
+from ..records.step import Call, MergedStep, merge
 from ..torch_private import runtime, tensor_state
 
 BLOCK_BYTES = 512  # a request is rounded up to a multiple of this
@@ -51,7 +51,7 @@ def in_blocks(graph: Graph, device: torch.device) -> Graph:
     return replace(graph, storages=storages)
 
 
-def alone(graph: Graph, profile: Profile, device: torch.device) -> Step:
+def alone(graph: Graph, profile: Profile, device: torch.device) -> MergedStep:
     """Return a step of one captured graph, with the bytes that its storages occupy on a device."""
     return merge([Call(in_blocks(graph, device), profile)], [0])
 

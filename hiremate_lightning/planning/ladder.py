@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..records.step import Decisions, Step
+from ..records.step import Decisions, MergedStep
 from .headroom import Room
 
 
-def fastest_that_fits(step: Step, room: Room, candidates: Iterable[Decisions]) -> Decisions | None:
+def fastest_that_fits(step: MergedStep, room: Room, candidates: Iterable[Decisions]) -> Decisions | None:
     """Return the fastest decisions that fit, None if none fit; they may be solved for other sizes of the same code."""
     by_time = sorted(dict.fromkeys(candidates), key=step.again_ms)
     return next((decisions for decisions in by_time if step.peak_bytes(decisions) <= room.solved_bytes), None)

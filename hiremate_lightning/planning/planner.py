@@ -15,7 +15,7 @@ from ..housekeeping import Once, log
 from ..options import OPTIONS, SessionOptions
 from ..records.costs import Profile
 from ..records.offload import Host
-from ..records.step import Decisions, Step
+from ..records.step import Decisions, MergedStep
 from ..units import Budget, parse_budget
 from .headroom import AT_LEAST, Need, Room, Short, as_decided, least_need
 from .plan import Plan, PlanningTime
@@ -56,7 +56,7 @@ def make_options(budget: int | float | str | Budget, **values: Any) -> SessionOp
 
 
 def make_plan(
-    step: Step,
+    step: MergedStep,
     room: Room,
     options: SessionOptions,
     target: str = "",
@@ -133,7 +133,7 @@ def _solve(problem: Problem, options: SessionOptions, strategy: Strategy, is_alo
 
 
 def first_solution(
-    step: Step,
+    step: MergedStep,
     room: Room,
     options: SessionOptions,
     target: str,

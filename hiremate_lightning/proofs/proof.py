@@ -17,8 +17,8 @@ from ..records.costs import Profile, in_eager
 from ..records.expressions import Sizes
 from ..records.graph import StorageKind, bytes_of
 from ..records.simulation import forward_peak_bytes, simulate, simulate_eager
-from ..records.step import Step
-from ..running.execution import Part
+from ..records.step import MergedStep
+from ..running.execution import GraphRuntime
 from ..running.program import Program
 from ..torch_private import captured_code, tensor_state
 from .trials import unused_at
@@ -81,7 +81,7 @@ class Proof:
     Args:
         written: The code as Dynamo has read it; it runs eager.
         captured: Runs the captured code.
-        part: The part that runs inside of `captured`; None if the code has no gradients.
+        runtime: Runs the joint graph inside of `captured`; None if the code has no gradients.
         smaller: Returns, for arguments, the code made for smaller sizes, and a slice of each argument; or None.
         prove: Called before each run, as long as something is to be proved.
     """
@@ -90,15 +90,15 @@ class Proof:
         self,
         written: fx.GraphModule,
         captured: Callable[..., Any],
-        part: Part | None,
+        runtime: GraphRuntime | None,
         smaller: Callable[[Sequence[Any]], tuple[Proof, Sequence[Any]] | None] | None = None,
         *,
         prove: Callable[[Proof, Sequence[Any]], None],
     ) -> None:
         self.written: fx.GraphModule | None = written
-        self.captured, self.part, self.smaller = captured, part, smaller
+        self.captured, self.runtime, self.smaller = captured, runtime, smaller
         self.forward = Verdict.UNKNOWN  # verdict on outputs, changed inputs and random generators
-        self.backward = Verdict.PROVED if part is None else Verdict.UNKNOWN  # verdict on gradients
+        self.backward = Verdict.PROVED if runtime is None else Verdict.UNKNOWN  # verdict on gradients
         self.runs = 0  # number of runs while something was to be proved
         self.rests = False  # whether the proof waits for a backward with other missing gradients
         self.at_sizes: ProofAtSizes | None = None  # proofs of the program that made code ran by last; None if traced
@@ -119,8 +119,8 @@ class Proof:
     @property
     def gradients(self) -> Verdict:
         """The verdict on the gradients of all backwards that have run."""
-        if self.at_sizes is not None and self.part is not None:
-            is_known = self.at_sizes.holds_at(self.part.captured.sizes, self.part.ran_without)
+        if self.at_sizes is not None and self.runtime is not None:
+            is_known = self.at_sizes.holds_at(self.runtime.captured.sizes, self.runtime.ran_without)
         else:
             is_known = self.written is None or self.next_without() is None
         return self.backward if is_known else Verdict.UNKNOWN
@@ -154,16 +154,16 @@ class Proof:
 
     def next_without(self) -> frozenset[int] | None:
         """Return the missing gradients to prove next: of outputs alone; None if there are none."""
-        if self.part is None or self.part.ran_without <= self.tried_without:
+        if self.runtime is None or self.runtime.ran_without <= self.tried_without:
             return None
-        captured, untried = self.part.captured, self.part.ran_without - self.tried_without
+        captured, untried = self.runtime.captured, self.runtime.ran_without - self.tried_without
         return min((w for w in untried if unused_at(captured, w) is not None), key=sorted, default=None)
 
     def begin(self) -> None:
         """Begin a proof; if it rested, prove gradients again. Backwards that can't be proved count as tried."""
-        if self.part is not None:
-            captured = self.part.captured
-            self.tried_without |= {w for w in self.part.ran_without if unused_at(captured, w) is None}
+        if self.runtime is not None:
+            captured = self.runtime.captured
+            self.tried_without |= {w for w in self.runtime.ran_without if unused_at(captured, w) is None}
         if self.rests:
             self.rests, self.runs, self.backward = False, 0, Verdict.UNKNOWN
 
@@ -171,7 +171,7 @@ class Proof:
         """Stop proving until a backward has other missing gradients than the one that was tried, if one ran."""
         self.rests = True
         self.tried_without |= set() if without is None else {without}
-        if self.part is None or len(self.part.captured.tangents) < 2:
+        if self.runtime is None or len(self.runtime.captured.tangents) < 2:
             self.end()
 
     def follow(self, proved_sizes: ProofAtSizes) -> None:
@@ -195,13 +195,13 @@ class Proofs:
     def add(self, proof: Proof) -> None:
         """Add a proof; all sizes of the same code share the record of missing gradients."""
         self._proofs.add(proof)
-        if proof.part is not None and proof.written is not None:
-            proof.part.ran_without = self._ran_without.setdefault(proof.written, proof.part.ran_without)
+        if proof.runtime is not None and proof.written is not None:
+            proof.runtime.ran_without = self._ran_without.setdefault(proof.written, proof.runtime.ran_without)
 
     def words(self) -> str:
         """Return in words how much is proved so far, "" if there was nothing to prove."""
         proofs = list(self._proofs)
-        trained = [proof for proof in proofs if proof.part is not None]
+        trained = [proof for proof in proofs if proof.runtime is not None]
         if not proofs:
             return ""
         counts = [_count([p.forward for p in proofs], "forward", " graph" + "s" * (len(proofs) > 1))]
@@ -263,7 +263,7 @@ class ProofMemory:
 
 
 def proof_memory(
-    captured: Captured, profile: Profile, program: Program, free_bytes: Callable[[Step, torch.device], int]
+    captured: Captured, profile: Profile, program: Program, free_bytes: Callable[[MergedStep, torch.device], int]
 ) -> ProofMemory:
     """Predict the bytes that the runs of a proof allocate, and the bytes that are free for them."""
     graph, step = in_blocks(captured.graph, captured.device), alone(captured.graph, profile, captured.device)

@@ -29,11 +29,11 @@ from ..measuring.saved_offload import Files, offloading_saved
 from ..memory.metering import unmeasured
 from ..options import SessionOptions
 from ..records.expressions import SizesDifferError, WrongAtSizesError
-from ..records.step import Step
+from ..records.step import MergedStep
 from ..reporting.report import Reporter
 from ..rewriting.kernels import FusedKernels
 from ..rewriting.nodes import is_collective
-from ..running.execution import Part
+from ..running.execution import GraphRuntime
 from ..running.program import Program
 from ..running.program_at_sizes import ProgramAtSizes, programs_of
 from ..torch_private import autocasting, backward_pass, captured_code, tensor_state
@@ -64,15 +64,15 @@ class Prover:
 
     Args:
         model: The model.
-        program_of: Returns the program by which a part is about to run, whose operations are measured by then.
+        program_of: Returns the program of a captured graph that is about to run; its operations are measured by then.
         free_bytes: Returns the bytes that the budget of a step, and the device, leave beside existing memory.
     """
 
     def __init__(
         self,
         model: ProvedModel,
-        program_of: Callable[[Part], Program],
-        free_bytes: Callable[[Step, torch.device], int],
+        program_of: Callable[[GraphRuntime], Program],
+        free_bytes: Callable[[MergedStep, torch.device], int],
     ) -> None:
         self._model, self._proofs, self._program_of, self._free_bytes = model, model.proofs, program_of, free_bytes
         self._warn_once = Once(log.warning)
@@ -91,17 +91,17 @@ class Prover:
             SizesDifferError: If the code was made from traces of other sizes, and can't be proved.
         """
         self._proofs.add(proof)
-        part = proof.part
-        if part is None or part.captured.made_from is None:
+        runtime = proof.runtime
+        if runtime is None or runtime.captured.made_from is None:
             self._prove(proof, arguments)
             return
-        program, sizes = self._program_of(part), part.captured.sizes
-        programs = programs_of(part.captured, program.schedule)
+        program, sizes = self._program_of(runtime), runtime.captured.sizes
+        programs = programs_of(runtime.captured, program.schedule)
         assert programs is not None, "asked of code that is made from other sizes"
         proof.at_sizes = self._known_of(programs)
-        if not proof.at_sizes.holds_at(sizes, part.ran_without):
-            self._prove_program(proof, part, programs, program, arguments)
-        if proof.at_sizes.holds_at(sizes, part.ran_without):
+        if not proof.at_sizes.holds_at(sizes, runtime.ran_without):
+            self._prove_program(proof, runtime, programs, program, arguments)
+        if proof.at_sizes.holds_at(sizes, runtime.ran_without):
             proof.follow(proof.at_sizes)
 
     def _known_of(self, programs: ProgramAtSizes) -> ProofAtSizes:
@@ -109,14 +109,14 @@ class Prover:
         return self._at_sizes.setdefault(programs, ProofAtSizes(programs.sizes))
 
     def _prove_program(
-        self, proof: Proof, part: Part, programs: ProgramAtSizes, program: Program, arguments: Sequence[Any]
+        self, proof: Proof, runtime: GraphRuntime, programs: ProgramAtSizes, program: Program, arguments: Sequence[Any]
     ) -> None:
         """Prove the program of made code at its sizes, or at smaller ones.
 
         Raises:
             SizesDifferError: If it can't be proved, and no other program of the code is.
         """
-        captured, proved_sizes = part.captured, self._known_of(programs)
+        captured, proved_sizes = runtime.captured, self._known_of(programs)
         programs_of_code = () if captured.made_from is None else captured.made_from.programs.values()
         proofs_of_code = (self._known_of(other) for other in programs_of_code if other is not None)
         is_proved_by_another = any(other.holds_at(captured.sizes) for other in proofs_of_code)
@@ -127,27 +127,27 @@ class Prover:
                 return
             raise SizesDifferError("Code can't be proved inside of a backward")
         proof.tried_without = set()
-        if proved_sizes.encloses(captured.sizes) and not _may_differ_from_itself(part, arguments):
-            self._prove_smaller(proof, part, programs, program, arguments)
-        if proved_sizes.holds_at(captured.sizes, part.ran_without):
+        if proved_sizes.encloses(captured.sizes) and not _may_differ_from_itself(runtime, arguments):
+            self._prove_smaller(proof, runtime, programs, program, arguments)
+        if proved_sizes.holds_at(captured.sizes, runtime.ran_without):
             return
         self._prove(proof, arguments)
         proof.written, proof.rests = written, False
         if proof.is_known:
             proved_sizes.learn(proof, captured.sizes, proof.tried_without)
         elif proved_sizes.holds_at(captured.sizes):  # proved with other missing gradients; no memory to prove these
-            proved_sizes.learn(proof, captured.sizes, part.ran_without)
+            proved_sizes.learn(proof, captured.sizes, runtime.ran_without)
         elif proof.forward is Verdict.UNKNOWN or not is_proved_by_another:
             raise SizesDifferError("Programs of sizes that were not traced could not be proved")
 
     def _prove_smaller(
-        self, proof: Proof, part: Part, programs: ProgramAtSizes, program: Program, arguments: Sequence[Any]
+        self, proof: Proof, runtime: GraphRuntime, programs: ProgramAtSizes, program: Program, arguments: Sequence[Any]
     ) -> None:
         """Prove the code made for smaller sizes, on a slice of each argument; without success the proof stays open."""
         smaller, sliced_arguments = (None if proof.smaller is None else proof.smaller(arguments)) or (None, ())
-        if smaller is None or smaller.part is None:
+        if smaller is None or smaller.runtime is None:
             return
-        sizes, smaller.part.ran_without = smaller.part.captured.sizes, part.ran_without
+        sizes, smaller.runtime.ran_without = smaller.runtime.captured.sizes, runtime.ran_without
         self._prove(smaller, sliced_arguments, replace(programs.at(sizes), protects=program.protects))
         if smaller.is_known:
             self._known_of(programs).learn(smaller, sizes, smaller.tried_without)
@@ -161,7 +161,7 @@ class Prover:
         if backward_pass.is_running():
             proof.why_unproved = INSIDE
             return
-        nodes = () if proof.part is None else proof.part.captured.joint.graph.nodes
+        nodes = () if proof.runtime is None else proof.runtime.captured.joint.graph.nodes
         if any(is_collective(str(node.target)) for node in nodes):
             self._leave_unproved(proof, "other processes would wait for what it sends once more")
             return
@@ -171,20 +171,20 @@ class Prover:
             return
         proof.begin()
         self._model.tracing.close()
-        device, part, program, memory = _device_of(proof, arguments), proof.part, made, None
-        if part is not None:
-            program = program or self._program_of(part)
-            if _may_differ_from_itself(part, arguments):
+        device, runtime, program, memory = _device_of(proof, arguments), proof.runtime, made, None
+        if runtime is not None:
+            program = program or self._program_of(runtime)
+            if _may_differ_from_itself(runtime, arguments):
                 self._leave_unproved(proof, "it may give other numbers when it runs once more")
                 return
         with self._model.reporter.stage("proving"), unmeasured(device), collecting_what_it_leaves():
             without = proof.next_without()
-            if part is not None and program is not None:  # code without gradients is proved without a look at memory
-                assert part.profile is not None, "it is measured before its program is chosen"
-                memory = proof_memory(part.captured, part.profile, program, self._free_bytes)
+            if runtime is not None and program is not None:  # code without gradients is proved without a look at memory
+                assert runtime.profile is not None, "it is measured before its program is chosen"
+                memory = proof_memory(runtime.captured, runtime.profile, program, self._free_bytes)
             if memory is None or memory.has_eager or memory.has_forward:
                 proof.why_unproved = ""
-                on_trial = [] if part is None else [(part, "trial", program)]  # run outside of any step
+                on_trial = [] if runtime is None else [(runtime, "trial", program)]  # run outside of any step
                 with replaced(*on_trial), autocasting.not_printed():
                     self._try(proof, arguments, memory, without, needs_numbers=made is not None)
             if not proof.is_known:
@@ -207,7 +207,7 @@ class Prover:
 
     def _log_unproved(self, proof: Proof) -> None:
         """Log, once for a session, that code runs unproved; not for made code, which another proof may cover."""
-        is_made = proof.part is not None and proof.part.captured.made_from is not None
+        is_made = proof.runtime is not None and proof.runtime.captured.made_from is not None
         if proof.unproved and proof.why_unproved and not is_made:
             self._warn_once(
                 "%s: %s of captured code are not proved against eager PyTorch, since %s. The plan says how much is.",
@@ -245,7 +245,7 @@ class Prover:
             self._refuse(proof, f"torch.compile's capture of it fails when it runs: {type(error).__name__}: {error}")
             return
         compare = partial(
-            differences, expected, outcome, self._half_of(proof.part), device=_device_of(proof, arguments)
+            differences, expected, outcome, self._half_of(proof.runtime), device=_device_of(proof, arguments)
         )
         of_values, of_gradients = compare()
         if of_values or of_gradients:  # two eager runs may differ too
@@ -270,18 +270,18 @@ class Prover:
         proof.forward = Verdict.ROUNDED if of_values else Verdict.PROVED
         if with_gradients:
             proof.backward = Verdict.ROUNDED if of_gradients else Verdict.PROVED
-            proof.tried_without |= set() if proof.part is None else proof.part.tried_without
+            proof.tried_without |= set() if proof.runtime is None else proof.runtime.tried_without
 
-    def _half_of(self, part: Part | None) -> torch.dtype | None:
+    def _half_of(self, runtime: GraphRuntime | None) -> torch.dtype | None:
         """Return the type of half precision to which fused kernels don't round, as eager does; None for no type."""
-        if part is None or self._model.kernels is None:
+        if runtime is None or self._model.kernels is None:
             return None
-        dtypes = {tensor.dtype for tensor in part.captured.graph.tensors}
+        dtypes = {tensor.dtype for tensor in runtime.captured.graph.tensors}
         return next((half for half in tensor_state.HALF_PRECISION if str(half).removeprefix("torch.") in dtypes), None)
 
     def _refuse(self, proof: Proof, why: str) -> None:
         proof.refuse(self._proofs)
-        if proof.part is not None and proof.part.captured.made_from is not None:
+        if proof.runtime is not None and proof.runtime.captured.made_from is not None:
             raise WrongAtSizesError(f"Code made from traces of other sizes does not run, since {why}")
         self._model.warn(
             f"Code of {self._model.name} runs as it was written, without a plan, since {why}. Its memory and time "
@@ -298,9 +298,9 @@ def _trial_of(
 ) -> Trial:
     """Return the trial of code on arguments, with gradients if there is memory for an eager backward."""
     positions = None
-    if proof.part is not None:  # the same outputs get no gradients as in a backward that has run
-        without = without if without is not None else next(iter(frozenset(proof.part.ran_without)), None)
-        positions = None if without is None else unused_at(proof.part.captured, without)
+    if proof.runtime is not None:  # the same outputs get no gradients as in a backward that has run
+        without = without if without is not None else next(iter(frozenset(proof.runtime.ran_without)), None)
+        positions = None if without is None else unused_at(proof.runtime.captured, without)
     return Trial(
         arguments,
         names=[_name_of(str(node.target)) for node in written.graph.find_nodes(op="placeholder")],
@@ -319,7 +319,7 @@ def _run_written(
         return trial, trial.run(written)
     fits = memory is not None and memory.has_offloaded and proof.backward is Verdict.UNKNOWN
     if fits or captured_code.takes_gradients(written):  # code that takes gradients itself needs its saved tensors
-        offloaded = replace(trial, with_gradients=proof.part is not None)
+        offloaded = replace(trial, with_gradients=proof.runtime is not None)
         try:
             return offloaded, offloaded.run(offloading_saved(written, trial.constants))
         except Exception as error:  # whatever the user's code may raise, or no room for files
@@ -328,13 +328,13 @@ def _run_written(
 
 
 def _device_of(proof: Proof, arguments: Sequence[Any]) -> torch.device:
-    if proof.part is not None:
-        return proof.part.captured.device
+    if proof.runtime is not None:
+        return proof.runtime.captured.device
     devices = [a.device for a in arguments if isinstance(a, torch.Tensor)]
     return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
 
 
-def _may_differ_from_itself(part: Part, arguments: Sequence[Any]) -> bool:
+def _may_differ_from_itself(runtime: GraphRuntime, arguments: Sequence[Any]) -> bool:
     """Whether captured code may give other numbers in a trial than in its run.
 
     Custom operators may when they run again. So may code that changes an input which shares memory with another one:
@@ -342,7 +342,7 @@ def _may_differ_from_itself(part: Part, arguments: Sequence[Any]) -> bool:
     """
     dense = [a for a in arguments if tensor_state.is_dense(a)]
     is_shared = len({tensor_state.storage_id(a) for a in dense}) < len(dense)
-    return has_unsteady(part.captured) or (bool(part.captured.mutated) and is_shared)
+    return has_unsteady(runtime.captured) or (bool(runtime.captured.mutated) and is_shared)
 
 
 def _name_of(target: str) -> str:

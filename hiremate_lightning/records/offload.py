@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from ..errors import ScheduleError
 from .graph import OUTSIDE, Graph, StorageKind
 from .schedule import Compute, CopyIn, CopyOut, Operation, Schedule, WaitIn, WaitOut, lower
-from .step import Decisions, Step
+from .step import Decisions, MergedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,9 @@ def _inserted(operations: Sequence[Operation], places: dict[int, list[Operation]
     return (*result, *places.get(runs, ()))
 
 
-def split_offloads(step: Step, recompute: Decisions, offloads: Sequence[Offload]) -> tuple[tuple[Offload, ...], ...]:
+def split_offloads(
+    step: MergedStep, recompute: Decisions, offloads: Sequence[Offload]
+) -> tuple[tuple[Offload, ...], ...]:
     """Divide the offloads of a step among its calls; their places then count the nodes of the call alone."""
     by_call: list[list[Offload]] = [[] for _ in step.spans]
     schedule = lower(step.graph, recompute)
@@ -181,7 +183,7 @@ def split_offloads(step: Step, recompute: Decisions, offloads: Sequence[Offload]
     return tuple(map(tuple, by_call))
 
 
-def storages_in(step: Step, by_call: Sequence[Iterable[int]]) -> frozenset[int]:
+def storages_in(step: MergedStep, by_call: Sequence[Iterable[int]]) -> frozenset[int]:
     """Return the indices in the step of storages of each call."""
     pairs = zip(step.storages_at, by_call, strict=True)
     return frozenset(first + storage for first, storages in pairs for storage in storages)

@@ -136,7 +136,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Step:
+class MergedStep:
     """A merged step."""
 
     graph: Graph  # all calls and the uncaptured code
@@ -150,7 +150,7 @@ class Step:
     # storages, so decisions are replayed once, and their peak at another size is a sum of the bytes there.
     replays: Replays = field(default_factory=lambda: Latest(64), compare=False, repr=False)
 
-    def sharing(self, codes: Iterable[Hashable], replays: Latest[Hashable, Replays]) -> Step:
+    def sharing(self, codes: Iterable[Hashable], replays: Latest[Hashable, Replays]) -> MergedStep:
         """Return a copy that shares the replays of steps of the same code.
 
         `codes` has a key for each call, equal at all sizes of the call's code; None if the code is not known. Steps
@@ -209,7 +209,9 @@ class Step:
         return tuple(tuple(row) for row in rows)
 
 
-def merge(calls: Sequence[Call], backward_order: Sequence[int], stale_bytes: int = 0, left_bytes: int = 0) -> Step:
+def merge(
+    calls: Sequence[Call], backward_order: Sequence[int], stale_bytes: int = 0, left_bytes: int = 0
+) -> MergedStep:
     """Merge the calls of a step into one graph.
 
     Args:
@@ -251,7 +253,7 @@ class _Merger:
         self.stale_bytes, self.left_bytes = stale_bytes, left_bytes
         self.nodes: list[Node] = []
         self.costs: list[tuple[float, int]] = []  # time and workspace of each node
-        self.owners: list[tuple[int, int] | None] = []  # for each node, see `Step.owners`
+        self.owners: list[tuple[int, int] | None] = []  # for each node, see `MergedStep.owners`
         self.tensors: list[Tensor] = []
         self.storages: list[Storage] = []
         self.forward: list[int] = []
@@ -336,7 +338,7 @@ class _Merger:
             handed = self._numbers((following, t) for t in self.calls[following].graph.tangents)
         self.after_backwards.append(self._add_outside(gap, read, handed, Direction.BACKWARD))
 
-    def merge(self) -> Step:
+    def merge(self) -> MergedStep:
         """Append forwards and backwards in their order, then the bytes that live from one outside node to another."""
         order = self.backward_order
         for index in range(len(self.calls)):
@@ -350,7 +352,7 @@ class _Merger:
         self._free_between_backwards(beginning)
         graph = self._graph()
         spans = tuple(self.spans[call] for call in range(len(self.calls)))
-        return Step(graph, self._profile(graph), tuple(self.owners), spans, tuple(self.storage_at))
+        return MergedStep(graph, self._profile(graph), tuple(self.owners), spans, tuple(self.storage_at))
 
     def _graph(self) -> Graph:
         """Return the graph of all records; its inputs, outputs and gradients are those of the calls, without links."""

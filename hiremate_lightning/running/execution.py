@@ -37,13 +37,13 @@ REPLACED = (
 
 
 class Conductor:
-    """Chooses the program of each run of a part, and receives the events of the run.
+    """Chooses the program of each run of a captured graph, and receives the events of the run.
 
     `start` returns the program and a value that stands for the run: the later calls pass it as `run`. This base class
     does nothing: it receives events of runs that are in no step, or outlive the model.
     """
 
-    def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Any]:
+    def start(self, runtime: GraphRuntime, arguments: Sequence[Any]) -> tuple[Program, Any]:
         """Choose the program of the forward that is about to run."""
         raise NotImplementedError
 
@@ -53,13 +53,13 @@ class Conductor:
     def backward_starts(self, run: Any, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
         """Receive the tangents and leaves of a backward that is about to run, and whether it will run once more."""
 
-    def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
+    def was_overwritten(self, runtime: GraphRuntime, storages: Collection[int]) -> None:
         """Receive the storages of saved values that other code has overwritten between forward and backward."""
 
     def settings_changed(self) -> None:
         """Handle a backward that recomputes under other settings of PyTorch than its forward had."""
 
-    def must_return(self, part: Part, positions: Collection[int]) -> None:
+    def must_return(self, runtime: GraphRuntime, positions: Collection[int]) -> None:
         """Receive the positions of existing gradients that a backward could not add to by itself."""
 
     def backward_done(self, run: Any) -> None:
@@ -76,11 +76,11 @@ class Conductor:
 _NOBODY = Conductor()
 
 
-class Part:
+class GraphRuntime:
     """One captured graph, run by programs that its conductor chooses.
 
-    torch.compile's caches may hold parts for ever. So a part refers to its conductor, which holds the model, weakly; a
-    backward that outlives both still runs.
+    torch.compile's caches may hold runtimes for ever. So a runtime refers to its conductor, which holds the model,
+    weakly; a backward that outlives both still runs.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class Part:
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the backward: the token and tangents in, gradients out."""
         saved, tangents = _what_was_saved(arguments), arguments[1:]
-        if saved.part is not self:  # the forward ran at sizes that were not traced
-            return saved.part.backward(arguments)
+        if saved.runtime is not self:  # the forward ran at sizes that were not traced
+            return saved.runtime.backward(arguments)
         arguments.clear()
         keep, conductor = backward_pass.will_run_again(), self._listener()
         conductor.backward_starts(saved.run, tangents, saved.leaves, keep)
@@ -263,12 +263,12 @@ class Saved:
         program: Program,
         run: Any,
         leaves: Leaves,
-        part: Part,
+        runtime: GraphRuntime,
         values: list[Any],
         outputs: Sequence[Any],
     ) -> None:
-        self.program, self.run, self.leaves, self.part = program, run, leaves, part
-        self.captured = captured = part.captured
+        self.program, self.run, self.leaves, self.runtime = program, run, leaves, runtime
+        self.captured = captured = runtime.captured
         self.block = autocasting.block(captured.device.type) if captured.cast_terms else None
         self.settings, self.dtype = tensor_state.kernel_settings(), torch.get_default_dtype()
         self.has_run = self.fills_buckets = False

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from ..calls.module_call import ModuleCall
 from ..capturing.capture import Captured
 from ..measuring.profiling import TimedRun
-from ..measuring.recording import StepRecord
+from ..measuring.recording import StepMeasurement
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import ResidentMemory
 from ..records.costs import Profile
@@ -90,7 +90,7 @@ class CurrentStep:
     # graphs run at the least memory.
     is_unknown: bool = False
     look: Look | None = None  # whether its memory is measured or its operations timed; None before that is decided
-    record: StepRecord | None = None  # the measurement of its memory; None if not measured
+    measurement: StepMeasurement | None = None  # the measurement of its memory; None if not measured
     timed: TimedRun | None = None  # times of its operations; None if not timed
     forwards: list[Forward] = field(default_factory=list)  # its forwards so far
     taken_over: TakenOver = TakenOver()  # from plans of the same code at other sizes
@@ -112,7 +112,7 @@ class CurrentStep:
     def was_trial_of(self, call: ModuleCall) -> bool:
         """Whether it was one call of the same module, without a backward, as pipelines make one before training."""
         was_one_call = len(self.forwards) == 1 and [before.name for before in self.calls] == [call.name]
-        return was_one_call and self.record is not None and self.record.left_nothing
+        return was_one_call and self.measurement is not None and self.measurement.left_nothing
 
     @property
     def graphs(self) -> GraphNumbers:
@@ -150,5 +150,5 @@ class CurrentStep:
 
     def drop(self) -> None:
         """Stop its measurement and discard the result."""
-        if self.record is not None:
-            self.record.close()
+        if self.measurement is not None:
+            self.measurement.close()

@@ -16,10 +16,10 @@ from .. import thresholds
 from ..calls.module_call import ModuleCall
 from ..housekeeping import Once
 from ..memory.allocator import free_bytes
-from ..signatures.eager_predictions import CapturedStep, EagerPredictions
+from ..signatures.eager_predictions import EagerPredictions, LearnedStep
 from ..signatures.step_signature import StepSignature
 from .current_step import CurrentStep
-from .modes import Eager, GivenBack, StepFacts, step_mode
+from .modes import Eager, GivenBack, ModeFacts, step_mode
 from .new_sizes import NewSizes
 from .planned_model import PlannedModel
 
@@ -30,7 +30,7 @@ class EagerSteps:
     def __init__(self, model: PlannedModel, new_sizes: NewSizes) -> None:
         self._model, self._new_sizes = model, new_sizes
         self._history = model.history
-        self._may_run_eager = not model.parts.fuses  # eager kernels differ from fused kernels in the last bits
+        self._may_run_eager = not model.runtimes.fuses  # eager kernels differ from fused kernels in the last bits
         self._report_once = Once(model.report)
         self._predictions, self._offloading = EagerPredictions(), model.offloading
         self._sizes_vary = False  # whether any step ran eager because its sizes had no plan
@@ -66,13 +66,13 @@ class EagerSteps:
 
     def ended(self, step: CurrentStep, eager: Eager) -> None:
         """Correct predictions by the measured peak of a step that ran eager, and compare the peak with the budget."""
-        if step.record is None:
+        if step.measurement is None:
             return
-        peak_bytes, plan = step.record.peak_bytes, self._history.latest_plan
-        added_bytes = None if peak_bytes is None else peak_bytes - step.record.resident.existing_bytes
+        peak_bytes, plan = step.measurement.peak_bytes, self._history.latest_plan
+        added_bytes = None if peak_bytes is None else peak_bytes - step.measurement.resident.existing_bytes
         self._predictions.measured(step.calls, eager.likely, eager.prediction, added_bytes)
         if not self._model.options.budget.is_whole:  # a budget of 100% is what eager training takes
-            eager.ended(self._model, step.record, None if plan is None else plan.budget_bytes)
+            eager.ended(self._model, step.measurement, None if plan is None else plan.budget_bytes)
 
     def graph_stays(self) -> None:
         """Capture all later steps, since a backward of an eager step retained its autograd graph.
@@ -87,7 +87,7 @@ class EagerSteps:
         at_sizes = step.taken_over.at_sizes
         if at_sizes is not None and signature.plan is None and self._may_run_eager:
             code = self._history.same_code(at_sizes)
-            self._predictions.learn_foreseen(CapturedStep(tuple(step.calls), code, at_sizes))
+            self._predictions.learn_foreseen(LearnedStep(tuple(step.calls), code, at_sizes))
 
     def _room_bytes(self) -> int:
         """Return the bytes that a step may add to the resident bytes; no limit if the budget is 100%."""
@@ -111,7 +111,7 @@ class EagerSteps:
     def _choose(self, step: CurrentStep, likely: StepSignature) -> Eager | None:
         """Return the record of the eager mode of a step that likely has a signature; None if it is captured."""
         return step_mode(
-            StepFacts(
+            ModeFacts(
                 calls=step.calls,
                 likely=likely,
                 begun=step.eager,

@@ -26,13 +26,13 @@ from ..planning.solvers.base import replay
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
 from ..records.schedule import Schedule, keep_all, lower
-from ..records.step import Decisions, Replays, Step
-from ..running.execution import Part
+from ..records.step import Decisions, MergedStep, Replays
+from ..running.execution import GraphRuntime
 from ..running.program import Program
 from ..running.program_at_sizes import program_of
 from ..signatures.recorded_step import foresee
 from ..signatures.step_signature import GraphNumbers, StepSignature
-from ..torch_private import runtime
+from ..torch_private.runtime import world_size
 from .current_step import CurrentStep, Followed, Forward, TakenOver
 from .modes import Mode
 from .plan_maker import PlanMaker
@@ -51,9 +51,9 @@ class GraphPrograms:
 
     def __init__(self, model: PlannedModel, maker: PlanMaker) -> None:
         self._model, self._maker = model, maker
-        self._history, self._parts, self._reporter = model.history, model.parts, model.reporter
-        self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
-        self._by_others: weakref.WeakKeyDictionary[Part, Forwards] = weakref.WeakKeyDictionary()
+        self._history, self._runtimes, self._reporter = model.history, model.runtimes, model.reporter
+        self._least: weakref.WeakKeyDictionary[GraphRuntime, Program] = weakref.WeakKeyDictionary()
+        self._by_others: weakref.WeakKeyDictionary[GraphRuntime, Forwards] = weakref.WeakKeyDictionary()
         # Whether a step of a signature fits whose first graphs ran by these schedules.
         self._fits = dict[tuple[StepSignature, tuple[Schedule, ...]], bool]()
         self._most_bytes = 0  # most resident bytes before any step
@@ -71,12 +71,12 @@ class GraphPrograms:
             self._most_bytes = resident.size_bytes
             self.forget_plans()
 
-    def forget_least(self, part: Part) -> None:
-        """Forget the programs of a part, which can't run by them any more."""
-        self._least.pop(part, None)
-        self._by_others.pop(part, None)
+    def forget_least(self, runtime: GraphRuntime) -> None:
+        """Forget the programs of a captured graph, which can't run by them any more."""
+        self._least.pop(runtime, None)
+        self._by_others.pop(runtime, None)
 
-    def decide(self, step: CurrentStep, part: Part) -> Forward:
+    def decide(self, step: CurrentStep, runtime: GraphRuntime) -> Forward:
         """Choose the program of a captured graph that is about to run in the step under way.
 
         Decisions for other sizes may be solved here; `step.taken_over` has what the step takes over from then on.
@@ -85,20 +85,20 @@ class GraphPrograms:
         latter case it runs at the least memory: that takes no time, and the plan counts the bytes that it then holds.
 
         Raises:
-            InfeasibleBudgetError: If the part alone fits neither the budget nor the free memory.
+            InfeasibleBudgetError: If the graph alone fits neither the budget nor the free memory.
         """
-        profile, ran = self._parts.measure_once(part), (*step.graphs, part.number)
+        profile, ran = self._runtimes.measure_once(runtime), (*step.graphs, runtime.number)
         signature, program = self._history.choose(ran, step.expected, step.start, partial(self._fits_beside, step))
         if signature is None and not step.is_unknown:
-            step.taken_over, forward = self._take_over(step, part, ran)
+            step.taken_over, forward = self._take_over(step, runtime, ran)
             if forward is not None:
                 return forward
         if signature is None or step.is_unknown:
-            return Forward(part.number, part.captured, profile, self._find_least(step, part), Mode.LEAST)
+            return Forward(runtime.number, runtime.captured, profile, self._find_least(step, runtime), Mode.LEAST)
         if program is None:
-            waits = any(waiting is part for waiting, _ in signature.recorded.unfinished)
-            program = self._maker.waiting.program(part) if waits else self._find_least(step, part)
-        return Forward(part.number, part.captured, profile, program, Mode.PLANNED, signature)
+            waits = any(waiting is runtime for waiting, _ in signature.recorded.unfinished)
+            program = self._maker.waiting.program(runtime) if waits else self._find_least(step, runtime)
+        return Forward(runtime.number, runtime.captured, profile, program, Mode.PLANNED, signature)
 
     def learn_sizes(self, step: CurrentStep) -> None:
         """Store the sizes of all calls of a captured step, to foresee them from the first call of later steps."""
@@ -136,18 +136,18 @@ class GraphPrograms:
 
     # ---------------------------------------------------------------- the least memory
 
-    def _find_least(self, step: CurrentStep, part: Part) -> Program:
-        """Return the program of least memory of a part.
+    def _find_least(self, step: CurrentStep, runtime: GraphRuntime) -> Program:
+        """Return the program of least memory of a captured graph.
 
-        If not even the part alone fits, training stops: at once, or after the step if the device has memory for one
-        step. Then the error also counts the other parts of the step, such as a loss that is a network. With several
-        processes the part runs in any case: a process that stops alone leaves the others waiting in a collective.
+        If not even the graph alone fits, training stops: at once, or after the step if the device has memory for one
+        step. Then the error also counts the other graphs of the step, such as a loss that is a network. With several
+        processes the graph runs in any case: a process that stops alone leaves the others waiting in a collective.
         """
-        if part not in self._least:
-            options, is_alone = self._model.options, runtime.world_size() == 1
+        if runtime not in self._least:
+            options, is_alone = self._model.options, world_size() == 1
             is_checked = is_alone and options.budget.share is None and options.on_infeasible == "raise"
             with self._reporter.stage("solving"), collecting_what_it_leaves():
-                profile, captured = self._parts.measure_once(part), part.captured
+                profile, captured = self._runtimes.measure_once(runtime), runtime.captured
                 whole = alone(*_without_doubtful(captured, profile), captured.device)
                 outcome = first_solution(
                     whole,
@@ -162,35 +162,39 @@ class GraphPrograms:
                     self._model.offloading.reserve(whole, [captured]),
                 )
                 (program,) = self._model.offloading.build(whole, [captured], unless_short(outcome))
-                self._least[part] = replace(program, protects=True)  # see `_program_of`
-        return self._least[part]
+                self._least[runtime] = replace(program, protects=True)  # see `_program_of`
+        return self._least[runtime]
 
     # ---------------------------------------------------------------- plans of other sizes
 
-    def _take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers) -> tuple[TakenOver, Forward | None]:
+    def _take_over(
+        self, step: CurrentStep, runtime: GraphRuntime, ran: GraphNumbers
+    ) -> tuple[TakenOver, Forward | None]:
         """Find decisions for the same code at other sizes, for a graph that is about to run.
 
         Returns:
             What the step takes over from now on: as before, if an earlier step has shown by which decisions the graph
             runs; and the forward of the graph, None if no decisions fit.
         """
-        forwards = self._by_others.setdefault(part, Forwards(64))
+        forwards = self._by_others.setdefault(runtime, Forwards(64))
         if ran in forwards:
             return step.taken_over, forwards[ran]
         with self._reporter.stage("solving"):
-            taken_over, decisions = self._find_others(step, part)
+            taken_over, decisions = self._find_others(step, runtime)
             if decisions is None:
                 forward = None
             else:
                 programs = [forward.program for forward in forwards.values() if forward is not None]
-                program = self._program_of(part.captured, decisions, programs)
-                forward = Forward(part.number, part.captured, self._parts.measure_once(part), program, Mode.OTHER_SIZES)
+                program = self._program_of(runtime.captured, decisions, programs)
+                forward = Forward(
+                    runtime.number, runtime.captured, self._runtimes.measure_once(runtime), program, Mode.OTHER_SIZES
+                )
             forwards[ran] = forward
         return taken_over, forward
 
-    def _find_others(self, step: CurrentStep, part: Part) -> tuple[TakenOver, Decisions | None]:
-        """Return what a step takes over from now on, and the decisions for a part that is about to run, if any fit."""
-        place, begun = len(step.forwards), [*(forward.captured for forward in step.forwards), part.captured]
+    def _find_others(self, step: CurrentStep, runtime: GraphRuntime) -> tuple[TakenOver, Decisions | None]:
+        """Return what a step takes over from now on, and the decisions for a graph that is about to run, if any fit."""
+        place, begun = len(step.forwards), [*(forward.captured for forward in step.forwards), runtime.captured]
         signatures = tuple(one for one in self._history.planned if one.recorded.begins_as(begun))
         taken_over = replace(step.taken_over, signatures=signatures)
         if not signatures:
@@ -200,8 +204,8 @@ class GraphPrograms:
             return taken_over, None  # signatures differ in what comes next
         call = first.places.index(place)
         followed = taken_over.followed
-        if followed is None or not followed.suits(part.captured, call):
-            taken_over = self._follow(step, taken_over, part, call)
+        if followed is None or not followed.suits(runtime.captured, call):
+            taken_over = self._follow(step, taken_over, runtime, call)
         elif call + 1 == len(first.calls):
             taken_over = replace(taken_over, at_sizes=followed.step)
         followed = taken_over.followed
@@ -219,21 +223,21 @@ class GraphPrograms:
             self._schedules[key] = program.schedule
         return program
 
-    def _follow(self, step: CurrentStep, taken_over: TakenOver, part: Part, call: int) -> TakenOver:
+    def _follow(self, step: CurrentStep, taken_over: TakenOver, runtime: GraphRuntime, call: int) -> TakenOver:
         """Return `taken_over` with the fastest decisions of its signatures that fit a step; with none if none fit.
 
         Args:
             step: The step under way.
             taken_over: What it takes over; its signatures run the code of the step so far.
-            part: The part that is about to run.
-            call: The place of the part among the calls of these signatures.
+            runtime: The captured graph that is about to run.
+            call: The place of the graph among the calls of these signatures.
         """
-        signatures, captured = taken_over.signatures, part.captured
+        signatures, captured = taken_over.signatures, runtime.captured
         recorded, of_code = [signature.recorded for signature in signatures], signatures[0].of_code
         begun = [step.forwards[place] for place in recorded[0].places[:call]]
         resident = step.resident_in(self._model.memory)
         calls = [(forward.captured, forward.profile) for forward in begun]
-        calls.append((captured, self._parts.measure_once(part)))
+        calls.append((captured, self._runtimes.measure_once(runtime)))
         to_come = of_code.sizes_of_calls.foresee([captured for captured, _ in calls])
         foreseen = foresee(recorded, [*calls, *to_come], resident)
         if foreseen is None:
@@ -258,7 +262,9 @@ class GraphPrograms:
         followed = None if decisions is None else Followed(foreseen, whole.split(decisions))
         return replace(taken_over, followed=followed)
 
-    def _room_for(self, step: Step, resident: Resident, signatures: Sequence[StepSignature], is_made: bool) -> Room:
+    def _room_for(
+        self, step: MergedStep, resident: Resident, signatures: Sequence[StepSignature], is_made: bool
+    ) -> Room:
         """Return the bytes that a step with the code of some signatures may take.
 
         They leave a margin free, if steps of the signatures took more than was predicted.
@@ -276,7 +282,7 @@ class GraphPrograms:
 
     # ---------------------------------------------------------------- decisions for all sizes of code
 
-    def _find_for_all_sizes(self, ladder: Ladder, step: Step, room: Room) -> None:
+    def _find_for_all_sizes(self, ladder: Ladder, step: MergedStep, room: Room) -> None:
         """Solve decisions for a step that no known ones fit, and add them to the ladder of its code.
 
         They leave some of the room free, so that somewhat larger steps fit too. Nothing is solved if the least memory
@@ -301,7 +307,7 @@ class GraphPrograms:
             ladder.least_share = share
 
 
-def _going_on(whole: Step, before: Sequence[Decisions], decisions: Decisions) -> Decisions:
+def _going_on(whole: MergedStep, before: Sequence[Decisions], decisions: Decisions) -> Decisions:
     """Return decisions for a whole step: those that its first calls ran by, then the new ones."""
     return whole.join([*before, *whole.split(decisions)[len(before) :]]) if before else decisions
 

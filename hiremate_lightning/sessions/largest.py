@@ -28,11 +28,11 @@ from ..objects import attempt, is_of
 from ..options import NamedSize
 from ..records.expressions import Sizes
 from ..records.graph import StorageKind
-from ..running.execution import Part
+from ..running.execution import GraphRuntime
 from ..signatures.recorded_step import RecordedStep, foresee
 from ..signatures.step_signature import GraphNumbers, StepSignature
 from ..torch_private import dynamo
-from .parts import Parts
+from .graph_runtimes import GraphRuntimes
 
 MOST_SEEN = 16  # different shapes kept of the arguments of one call
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
@@ -41,14 +41,14 @@ Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 class LargestSizes:
     """The largest sizes of the steps of one model, by the sizes that its user named."""
 
-    def __init__(self, named: Sequence[NamedSize], parts: Parts, warn: Callable[..., None]) -> None:
+    def __init__(self, named: Sequence[NamedSize], runtimes: GraphRuntimes, warn: Callable[..., None]) -> None:
         self.becomes: Mapping[int, int] = {}  # sizes of the latest step, and the size of each in the largest step
-        self._named, self._parts, self._warn = named, parts, warn
+        self._named, self._runtimes, self._warn = named, runtimes, warn
         self._wishes: dict[str, NamedSize] = {}  # the named sizes that arguments of calls had, by their text
         self._ends: dict[str, list[tuple[int, int]]] = {}  # of each argument with a named size: each size, its largest
         self._shapes: dict[str, Sizes] = {}  # shapes of all arguments by name
-        self._taken: weakref.WeakKeyDictionary[Part, Mapping[int, int]] = weakref.WeakKeyDictionary()
-        self._larger: weakref.WeakKeyDictionary[Part, Part] = weakref.WeakKeyDictionary()
+        self._taken: weakref.WeakKeyDictionary[GraphRuntime, Mapping[int, int]] = weakref.WeakKeyDictionary()
+        self._larger: weakref.WeakKeyDictionary[GraphRuntime, GraphRuntime] = weakref.WeakKeyDictionary()
 
     # ---------------------------------------------------------------- arguments of calls
 
@@ -121,17 +121,17 @@ class LargestSizes:
 
     # ---------------------------------------------------------------- captured graphs
 
-    def took(self, part: Part) -> None:
-        """Store for a new part what its sizes become in the largest step."""
-        self._taken[part] = self.becomes
+    def took(self, runtime: GraphRuntime) -> None:
+        """Store for a new captured graph what its sizes become in the largest step."""
+        self._taken[runtime] = self.becomes
 
     def trace_ahead(self, run: Any, sizes: Sizes, trace: Callable[[Sizes], Any]) -> None:
-        """Trace captured code for the largest sizes too, once it was traced for others and has a part there."""
-        part, larger = getattr(run, "part", None), tuple(self.becomes.get(size, size) for size in sizes)
-        if part is not None and larger != sizes:
-            at_largest = getattr(trace(larger), "part", None)
+        """Trace captured code for the largest sizes too, once it was traced for others and has a gradient there."""
+        runtime, larger = getattr(run, "runtime", None), tuple(self.becomes.get(size, size) for size in sizes)
+        if runtime is not None and larger != sizes:
+            at_largest = getattr(trace(larger), "runtime", None)
             if at_largest is not None:
-                self._larger[part] = at_largest
+                self._larger[runtime] = at_largest
 
     # ---------------------------------------------------------------- steps
 
@@ -148,12 +148,12 @@ class LargestSizes:
             ConfigurationError: If no call was given an argument that is named.
         """
         self._check()
-        parts = self._parts.numbered(signature.graphs)
-        if not any(self._taken[part] for part in parts):
+        runtimes = self._runtimes.numbered(signature.graphs)
+        if not any(self._taken[runtime] for runtime in runtimes):
             return None
-        larger = {part: self._larger.get(part, part) for part in parts}
-        is_fixed = len(parts) < len(signature.graphs) or any(
-            larger[part] is part and self._grows(part) for part in parts
+        larger = {runtime: self._larger.get(runtime, runtime) for runtime in runtimes}
+        is_fixed = len(runtimes) < len(signature.graphs) or any(
+            larger[runtime] is runtime and self._grows(runtime) for runtime in runtimes
         )
         step = None if is_fixed or signature.recorded.waits else self._at_largest(signature.recorded, larger, resident)
         if step is None:
@@ -163,26 +163,26 @@ class LargestSizes:
                 "comes, and shares of the budget are of the largest step so far."
             )
             return None
-        graphs = tuple(larger[part].number for part in parts)
-        return graphs, step, ChainMap(*(dict(self._taken[part]) for part in parts))
+        graphs = tuple(larger[runtime].number for runtime in runtimes)
+        return graphs, step, ChainMap(*(dict(self._taken[runtime]) for runtime in runtimes))
 
-    def _grows(self, part: Part) -> bool:
-        """Whether any input of a part, weights left out, has a size that becomes larger."""
-        graph, becomes = part.captured.graph, self._taken[part]
+    def _grows(self, runtime: GraphRuntime) -> bool:
+        """Whether any input of a captured graph, weights left out, has a size that becomes larger."""
+        graph, becomes = runtime.captured.graph, self._taken[runtime]
         inputs = [graph.tensors[t] for t in graph.inputs]
         data = (t for t in inputs if t.storage is None or graph.storages[t.storage].kind is not StorageKind.PARAMETER)
         return any(size in becomes for tensor in data for size in tensor.shape)
 
     def _at_largest(
-        self, recorded: RecordedStep, larger: Mapping[Part, Part], resident: Resident
+        self, recorded: RecordedStep, larger: Mapping[GraphRuntime, GraphRuntime], resident: Resident
     ) -> RecordedStep | None:
-        profiles = [self._parts.measure_once(larger[call.part]) for call in recorded.calls]
-        captured = [larger[call.part].captured for call in recorded.calls]
+        profiles = [self._runtimes.measure_once(larger[call.runtime]) for call in recorded.calls]
+        captured = [larger[call.runtime].captured for call in recorded.calls]
         step = foresee([recorded], list(zip(captured, profiles, strict=True)), resident)
         if step is None or not step.hands_on:
             return None
         more_bytes = step.given_bytes - recorded.given_bytes
-        calls = tuple(replace(call, part=larger[call.part]) for call in step.calls)
+        calls = tuple(replace(call, runtime=larger[call.runtime]) for call in step.calls)
         return replace(step, calls=calls, resident=resident.with_more("batch", more_bytes))
 
     def __str__(self) -> str:

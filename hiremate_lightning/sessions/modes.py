@@ -1,6 +1,6 @@
 """The modes of steps and of captured graphs, and the rules that choose the mode of a step: `step_mode`, in order.
 
-`StepFacts` finds what the rules ask of a step. A step that runs eager has a record of its mode, which says what to
+`ModeFacts` finds what the rules ask of a step. A step that runs eager has a record of its mode, which says what to
 measure in the step and what to do with the result.
 """
 
@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from ..calls.module_call import ModuleCall
-from ..measuring.recording import StepRecord
+from ..measuring.recording import StepMeasurement
 from ..signatures.eager_predictions import EagerPredictions, Prediction, SavedTensors
 from ..signatures.step_signature import StepSignature
 from ..units import format_bytes
@@ -36,7 +36,7 @@ class Mode(Enum):
     LEAST = "at the least memory"
 
 
-def step_mode(facts: StepFacts) -> Eager | None:
+def step_mode(facts: ModeFacts) -> Eager | None:
     """Return the record of the mode in which a step runs eager; None if it is captured. The first rule decides."""
     if facts.needs_plan:
         return None
@@ -54,7 +54,7 @@ def step_mode(facts: StepFacts) -> Eager | None:
 
 
 @dataclass(frozen=True)
-class StepFacts:
+class ModeFacts:
     """What the rules ask of a step that begins, or of an eager step at its next call; each fact is found when asked.
 
     A step without a likely signature is captured without asking (`EagerSteps.choose_mode`).
@@ -140,10 +140,10 @@ class Eager:
         """Whether to measure the step, which may add `room_bytes` to the resident bytes."""
         return predictions.is_to_be_measured(self.prediction, room_bytes)
 
-    def ended(self, model: PlannedModel, record: StepRecord, budget_bytes: int | None) -> None:
+    def ended(self, model: PlannedModel, measurement: StepMeasurement, budget_bytes: int | None) -> None:
         """Warn if the measured peak of the step is above the budget; `budget_bytes` is None if there is no plan."""
-        if record.peak_bytes is not None and budget_bytes is not None and record.peak_bytes > budget_bytes:
-            took, budget = format_bytes(record.peak_bytes), format_bytes(budget_bytes)
+        if measurement.peak_bytes is not None and budget_bytes is not None and measurement.peak_bytes > budget_bytes:
+            took, budget = format_bytes(measurement.peak_bytes), format_bytes(budget_bytes)
             self._exceeded(model, f" It took {took}; the budget is {budget}.")
 
     def _exceeded(self, model: PlannedModel, took: str) -> None:
@@ -195,13 +195,13 @@ class GivenBack(Eager):
             return self.likely.is_given_back is None
         return Eager.is_to_be_measured(self, predictions, room_bytes)
 
-    def ended(self, model: PlannedModel, record: StepRecord, budget_bytes: int | None) -> None:
+    def ended(self, model: PlannedModel, measurement: StepMeasurement, budget_bytes: int | None) -> None:
         """Decide whether a plan that saves no memory stays: it does if the step took more than with the plan."""
-        plan, peak_bytes = self.likely.own_plan, record.peak_bytes
+        plan, peak_bytes = self.likely.own_plan, measurement.peak_bytes
         if not plan.saves_nothing:
-            Eager.ended(self, model, record, budget_bytes)
+            Eager.ended(self, model, measurement, budget_bytes)
             return
-        plan_bytes = record.resident.existing_bytes + self.prediction.captured_bytes
+        plan_bytes = measurement.resident.existing_bytes + self.prediction.captured_bytes
         if self.is_at_its_sizes:
             plan_bytes = plan.measured.peak_bytes or plan.planned_peak_bytes
         self.likely.ran_without_plan(peak_bytes, plan_bytes)

@@ -1,7 +1,7 @@
 """Makes captured code for sizes that were never traced, from traces of other sizes.
 
 This needs code that Dynamo captured with symbols for its sizes. A new size then costs a fraction of a second, and gets
-a part of its own, which is recorded and proved like that of a trace.
+a `GraphRuntime` of its own, which is recorded and proved like that of a trace.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .. import thresholds
 from ..capturing.code_at_sizes import CodeAtSizes
 from ..records.expressions import Sizes, WrongAtSizesError
-from ..running.execution import Part
+from ..running.execution import GraphRuntime
 from ..signatures.recorded_step import RecordedStep
 from .planned_model import PlannedModel
 
@@ -31,11 +31,11 @@ class _Code:
 
 
 class NewSizes:
-    """Makes captured code for sizes that were not traced, from the parts of a few that were."""
+    """Makes captured code for sizes that were not traced, from a few that were."""
 
     def __init__(self, model: PlannedModel) -> None:
-        self._model, self._parts = model, model.parts
-        self._at_sizes: weakref.WeakKeyDictionary[Part, CodeAtSizes] = weakref.WeakKeyDictionary()
+        self._model, self._runtimes = model, model.runtimes
+        self._at_sizes: weakref.WeakKeyDictionary[GraphRuntime, CodeAtSizes] = weakref.WeakKeyDictionary()
         self._codes: weakref.WeakKeyDictionary[object, _Code] = weakref.WeakKeyDictionary()
 
     def may_serve(self, recorded: RecordedStep | None) -> bool:
@@ -46,10 +46,10 @@ class NewSizes:
         """
         refused = {code.number for code in self._codes.values() if code.is_refused}
         of_step = refused if recorded is None else {None, *(call.captured.graph.code for call in recorded.calls)}
-        return not (self._cannot_be_made or self._parts.waiting() or refused & of_step)
+        return not (self._cannot_be_made or self._runtimes.waiting() or refused & of_step)
 
     def may_make(self, code: object, is_first: bool = False) -> bool:
-        """Whether to trace code at a few sizes and make parts for others; `is_first` if it has no samples yet.
+        """Whether to trace code at a few sizes and make it for others; `is_first` if it has no samples yet.
 
         A model without a plan traces its first sizes, so that the first plan is of a trace. So does a model whose user
         named the largest sizes.
@@ -61,10 +61,10 @@ class NewSizes:
     def _cannot_be_made(self) -> bool:
         """Whether no code can be made: a threshold switches it off, kernels are fused, or plans may offload."""
         is_off = not thresholds.current.makes_code
-        return is_off or self._parts.fuses or self._model.options.offload != "off"
+        return is_off or self._runtimes.fuses or self._model.options.offload != "off"
 
-    def part_at(self, code: object, samples: Sequence[tuple[Sizes, Part]], sizes: Sizes) -> Part:
-        """Make a part that runs code at some sizes, from samples: parts for other sizes, each with its sizes.
+    def runtime_at(self, code: object, samples: Sequence[tuple[Sizes, GraphRuntime]], sizes: Sizes) -> GraphRuntime:
+        """Make the runtime of code at some sizes, from samples: those of traced sizes, each with its sizes.
 
         Raises:
             SizesDifferError: If the samples do not determine the code at these sizes.
@@ -73,18 +73,18 @@ class NewSizes:
         self._of(code).number = first.captured.graph.code
         at_sizes = self._at_sizes.get(first)
         if at_sizes is None or at_sizes.sizes != sizes_before:
-            profiles = [self._parts.measure_once(part) for _, part in samples]
-            costed = [(part.captured, profile) for (_, part), profile in zip(samples, profiles, strict=True)]
+            profiles = [self._runtimes.measure_once(runtime) for _, runtime in samples]
+            costed = [(runtime.captured, profile) for (_, runtime), profile in zip(samples, profiles, strict=True)]
             at_sizes = self._at_sizes[first] = CodeAtSizes(costed, sizes_before)
         captured, profile = at_sizes.at(sizes)
-        part = self._parts.add(captured, first.conductor, profile)
-        part.own = first.own
-        self._model.largest.took(part)
+        runtime = self._runtimes.add(captured, first.conductor, profile)
+        runtime.own = first.own
+        self._model.largest.took(runtime)
         self._of(code).made += 1
-        return part
+        return runtime
 
     def failed(self, code: object, error: Exception) -> None:
-        """Count that no part of code could be made for a size, or that it failed, as without memory to prove it.
+        """Count that no code could be made for a size, or that it failed, as without memory to prove it.
 
         Code that gave other numbers than eager PyTorch is refused at once: its other sizes may be wrong unnoticed.
         """

@@ -20,7 +20,7 @@ from ..options import SessionOptions
 from ..planning.solvers.base import Solution
 from ..records.offload import Host, split_offloads, storages_in, with_offloads
 from ..records.schedule import lower
-from ..records.step import Step
+from ..records.step import MergedStep
 from ..running.copies import HostMemory, pinned_storages
 from ..running.program import Program
 from ..running.program_at_sizes import program_of
@@ -85,7 +85,7 @@ class Offloading:
         self.memory.most_bytes = named_bytes
         return named_bytes
 
-    def reserve(self, step: Step, calls: Sequence[Captured], waits: bool = False) -> Host:
+    def reserve(self, step: MergedStep, calls: Sequence[Captured], waits: bool = False) -> Host:
         """Reserve and return the host memory to which a step may offload values.
 
         It has 0 bytes if nothing can be offloaded, for example while graphs wait for a later backward, before the step
@@ -99,7 +99,7 @@ class Offloading:
         stay = storages_in(step, [pinned_storages(call) for call in calls])
         return Host(self._decide_most_bytes(), stay, has_round_blocks=True)
 
-    def build(self, step: Step, calls: Sequence[Captured], solution: Solution) -> Iterator[Program]:
+    def build(self, step: MergedStep, calls: Sequence[Captured], solution: Solution) -> Iterator[Program]:
         """Yield the program of each call of a step by a solution, with the offloads of the solution."""
         offloads = split_offloads(step, solution.recompute, solution.offloads)
         for captured, rows, offloaded in zip(calls, step.split(solution.recompute), offloads, strict=True):

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ..housekeeping import log
 from ..measuring.recorded_calls import calls_of
-from ..measuring.recording import StepRecord
+from ..measuring.recording import StepMeasurement
 from ..measuring.resident import Resident
 from ..memory.allocator import free_bytes
 from ..planning.headroom import GUARD_BYTES, Need, Room, Short, least_need, resolve, unless_short
@@ -21,7 +21,7 @@ from ..planning.solvers.base import Problem, Solution, SolveOptions, Strategy
 from ..records.costs import step_time_ms
 from ..records.expressions import SizesDifferError
 from ..records.offload import Host
-from ..records.step import Step
+from ..records.step import MergedStep
 from ..running.program import Program
 from ..signatures.limits import Limits
 from ..signatures.recorded_step import RecordedCall, RecordedStep
@@ -52,7 +52,7 @@ class PlanMaker:
     def __init__(self, model: PlannedModel) -> None:
         self._model = model
         self._history, self._reporter = model.history, model.reporter
-        self.waiting = WaitingGraphs(model.options, model.parts)
+        self.waiting = WaitingGraphs(model.options, model.runtimes)
         self.state_bytes = 0
         # Bytes that the budget "auto" stands for. They are found once, before the first plan: free memory changes
         # all the time, and each change would be another budget.
@@ -62,7 +62,7 @@ class PlanMaker:
         """Return the limits of a step signature before any of its steps had a budget."""
         return Limits(self._model.options.budget.share is not None)
 
-    def find_room(self, step: Step, resident: Resident, signature: StepSignature | None = None) -> Room:
+    def find_room(self, step: MergedStep, resident: Resident, signature: StepSignature | None = None) -> Room:
         """Find the bytes that a step may take, within the largest budget of all step signatures.
 
         The first call fixes the bytes of the budget "auto" for all later ones.
@@ -79,7 +79,7 @@ class PlanMaker:
         other_signatures = (other for other in self._history.planned if other is not signature)
         return max((other.recorded.limits.own_bytes for other in other_signatures), default=0)
 
-    def _own_budget_bytes(self, step: Step, resident: Resident, signature: StepSignature | None) -> int:
+    def _own_budget_bytes(self, step: MergedStep, resident: Resident, signature: StepSignature | None) -> int:
         if self._auto_bytes is None:
             self._auto_bytes = resolve(Budget(), resident.size_bytes, 0, free_bytes(self._model.memory.device))
         if self._model.options.budget.is_auto:
@@ -140,33 +140,35 @@ class PlanMaker:
         """A key of the model, made before its first step: after it FSDP2 may hold whole parameters of another type."""
         return self._model.memory.model_key()
 
-    def larger_step(self, signature: StepSignature, record: StepRecord, resident: Resident) -> RecordedStep | None:
+    def larger_step(
+        self, signature: StepSignature, measurement: StepMeasurement, resident: Resident
+    ) -> RecordedStep | None:
         """Return a later step of a planned signature, if it takes more than the planned one.
 
         Returns:
             The later step; None if it has neither more gradients nor more bytes outside of its calls.
         """
-        later, step = self.waiting.at(signature, self.recorded_step(record, resident)), signature.recorded
+        later, step = self.waiting.at(signature, self.recorded_step(measurement, resident)), signature.recorded
         if later.places != step.places:
             return None
         pairs = zip(later.calls, step.calls, strict=True)
         has_more = later.outside_bytes > step.outside_bytes + GUARD_BYTES
         return later if has_more or any(now.missing < before.missing for now, before in pairs) else None
 
-    def recorded_step(self, record: StepRecord, resident: Resident) -> RecordedStep:
+    def recorded_step(self, measurement: StepMeasurement, resident: Resident) -> RecordedStep:
         """Return the recorded step of a measurement; `resident` is the memory that exists before such a step."""
-        calls, order = calls_of(record)
+        calls, order = calls_of(measurement)
         return RecordedStep(
             calls=tuple(
-                RecordedCall(call, run.part, run.part.captured, run.index, run.missing, run.added)
-                for call, run in zip(calls, record.planned, strict=True)
+                RecordedCall(call, run.runtime, run.runtime.captured, run.index, run.missing, run.added)
+                for call, run in zip(calls, measurement.planned, strict=True)
             ),
             order=tuple(order),
             resident=resident,
             solve=self._new_solve(),
             limits=self.new_limits(),
-            unfinished=tuple((run.part, run.program.schedule) for run in record.unfinished),
-            is_provisional=record.has_dropped_by_plan,
+            unfinished=tuple((run.runtime, run.program.schedule) for run in measurement.unfinished),
+            is_provisional=measurement.has_dropped_by_plan,
         )
 
     def anew(self, step: RecordedStep) -> RecordedStep:
@@ -252,7 +254,7 @@ class PlanMaker:
         waiting_bytes = resident.waiting_bytes, resident.eager_waiting_bytes
         return replace(need, waiting_bytes=waiting_bytes, is_guarded=True, less_bytes=less_bytes)
 
-    def decide(self, step: Step, room: Room, limit_s: float) -> Solution:
+    def decide(self, step: MergedStep, room: Room, limit_s: float) -> Solution:
         """Solve a step that gets no plan of its own, within `limit_s`; find its least memory if nothing fits."""
         options = self._model.options
         options = replace(options, on_infeasible="warn", time_limit_s=min(limit_s, options.time_limit_s))

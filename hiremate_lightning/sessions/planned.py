@@ -19,13 +19,13 @@ from dataclasses import replace
 from typing import Any
 
 from ..housekeeping import collecting_what_it_leaves, log
-from ..measuring.recording import StepRecord
+from ..measuring.recording import StepMeasurement
 from ..measuring.resident import Resident
 from ..out_of_memory import explain
 from ..planning.headroom import GUARD_BYTES, Short, first_short
 from ..planning.plan import Plan
 from ..rewriting.nodes import may_choose_anew
-from ..running.execution import Part
+from ..running.execution import GraphRuntime
 from ..signatures.history import CERTAIN, starts_so
 from ..signatures.recorded_step import RecordedStep
 from ..signatures.shortage import HELD_STEPS, Shortage
@@ -110,10 +110,10 @@ class PlannedSignatures:
         """
         self._graph_programs.note_resident(resident)
         self.shortage.begin_step(resident, self._memory)
-        if finished is not None and finished.record is not None:
+        if finished is not None and finished.measurement is not None:
             before = finished.resident and finished.resident.with_state(resident.state_bytes)
             with collecting_what_it_leaves():
-                self._hold(self.learn(finished.record, resident, before))
+                self._hold(self.learn(finished.measurement, resident, before))
         self.adapt_plans(self.to_adapt(step), resident)
         if self.shortage.is_held and self.shortage.is_to_be_raised:
             self._end_shortage()
@@ -178,25 +178,25 @@ class PlannedSignatures:
             log.info("%s goes on, to find out what all of its steps need: %s", self._name, short)
             self.shortage.hold(short)
 
-    def see_backwards(self, signature: StepSignature, record: StepRecord) -> None:
+    def see_backwards(self, signature: StepSignature, measurement: StepMeasurement) -> None:
         """Compare the backwards of a step with those of the recorded step of its signature.
 
         Drop the recorded step, to record another, if it has fewer backwards, or took more than all later steps will. If
         a graph waits for a later step and the backwards differ, mark the signature: `backwards_vary`.
         """
-        step, backwards = signature.step, tuple(sorted(set(record.backwards)))
-        waits = any(run.is_waiting for run in record.unfinished)
+        step, backwards = signature.step, tuple(sorted(set(measurement.backwards)))
+        waits = any(run.is_waiting for run in measurement.unfinished)
         if waits and (not backwards or (step is not None and backwards != step.places)):
             signature.backwards_vary = True
             return
-        dropped_less = step is not None and step.is_provisional and not record.has_dropped_by_plan
+        dropped_less = step is not None and step.is_provisional and not measurement.has_dropped_by_plan
         if step is not None and (dropped_less or set(step.places) < set(backwards)):
             self._history.drop(signature)
 
-    def must_return(self, part: Part, positions: Collection[int]) -> None:
-        """Count two sets of gradients in plans from now on, since gradients of a part were not added in place."""
+    def must_return(self, runtime: GraphRuntime, positions: Collection[int]) -> None:
+        """Count two sets of gradients in plans from now on, since gradients of a graph were not added in place."""
         for signature in self._history.recorded:
-            returning = signature.recorded.returning(part, positions)
+            returning = signature.recorded.returning(runtime, positions)
             if returning is not signature.recorded:
                 self._history.record(signature, returning)
                 self._messages.warn(
@@ -209,12 +209,12 @@ class PlannedSignatures:
 
     def admit(self, signature: StepSignature) -> bool:
         """Decide whether a signature without a plan gets one; warn if there are `max_plans` already."""
-        parts = self._model.parts.numbered(signature.graphs)
-        if not signature.past.is_worth_a_plan(any(part.captured.made_from is not None for part in parts)):
+        runtimes = self._model.runtimes.numbered(signature.graphs)
+        if not signature.past.is_worth_a_plan(any(runtime.captured.made_from is not None for runtime in runtimes)):
             return False
         return not self._model.warn_if_full()
 
-    def learn(self, record: StepRecord, resident: Resident, before: Resident | None = None) -> Short | None:
+    def learn(self, measurement: StepMeasurement, resident: Resident, before: Resident | None = None) -> Short | None:
         """Plan a step signature from the record of a step.
 
         The plan counts the memory that exists now, `resident`, as before the next step of a loop: gradients and outputs
@@ -225,15 +225,17 @@ class PlannedSignatures:
         Returns:
             What the step needs, if nothing fits the budget.
         """
-        signature, residents = self._history.get_or_make(record.graphs), [resident]
+        signature, residents = self._history.get_or_make(measurement.graphs), [resident]
         if before is not None:
             residents = sorted((before, resident), key=lambda seen: seen.size_bytes)
             resident = before if before.waiting or resident.waiting else resident
-        self._history.record(signature, self.maker.waiting.at(signature, self.maker.recorded_step(record, resident)))
+        self._history.record(
+            signature, self.maker.waiting.at(signature, self.maker.recorded_step(measurement, resident))
+        )
         for seen in residents:
             self._note_before(signature, seen)
         ahead = self._foresee_largest(signature, resident)
-        self.shortage.are_measured = self.shortage.are_measured and record.is_measured
+        self.shortage.are_measured = self.shortage.are_measured and measurement.is_measured
         if self.shortage.is_held:
             return None
         self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
@@ -248,7 +250,7 @@ class PlannedSignatures:
             other_signatures = [other for other in self._history.planned if other not in (*ahead, signature)]
             short = short or first_short(self.adapt_plan(other, other.recorded.resident) for other in other_signatures)
         if short is None:
-            self.warn_of_first_step(signature, record.peak_bytes or 0)
+            self.warn_of_first_step(signature, measurement.peak_bytes or 0)
         return short
 
     def _foresee_largest(self, signature: StepSignature, resident: Resident) -> list[StepSignature]:
@@ -371,7 +373,7 @@ class PlannedSignatures:
         return None
 
     def peak_measured(
-        self, signature: StepSignature, peak_bytes: int, resident: Resident, record: StepRecord | None = None
+        self, signature: StepSignature, peak_bytes: int, resident: Resident, measurement: StepMeasurement | None = None
     ) -> None:
         """Store a measured peak of a plan; if it is above the budget, correct the plan, `CORRECTIONS` times at most.
 
@@ -398,7 +400,7 @@ class PlannedSignatures:
         if plan.exceeds_budget:
             self._reports.warn_least(signature, peak_bytes)
         elif peak_bytes > plan.budget_bytes:
-            larger = None if record is None else self.maker.larger_step(signature, record, resident)
+            larger = None if measurement is None else self.maker.larger_step(signature, measurement, resident)
             self._correct(signature, peak_bytes, larger)
 
     def _correct(self, signature: StepSignature, peak_bytes: int, larger: RecordedStep | None) -> None:

@@ -15,10 +15,10 @@ from ..rewriting.kernels import FusedKernels
 from ..signatures.history import History
 from ..signatures.watching import WatchPolicy
 from .first_wait import FirstWait
+from .graph_runtimes import GraphRuntimes
 from .largest import LargestSizes
 from .messages import Messages
 from .offloading import Offloading
-from .parts import Parts
 
 
 class PlannedModel:
@@ -33,10 +33,12 @@ class PlannedModel:
         self.tracing = ExitStack()  # holds the stage "tracing" open until a capture has ended
         self.kernels = FusedKernels(self.warn) if options.compile else None  # compiled kernels of fused operations
         self.offloading = Offloading(root, options, lambda: self.memory.device, self.warn)
-        self.parts = Parts(options, self.reporter, self.kernels, self.warn, lambda: self.offloading.is_on)
-        self.memory = ResidentMemory(root, self.parts.waiting, self.parts.retained)  # memory that exists before steps
+        self.runtimes = GraphRuntimes(options, self.reporter, self.kernels, self.warn, lambda: self.offloading.is_on)
+        self.memory = ResidentMemory(
+            root, self.runtimes.waiting, self.runtimes.retained
+        )  # memory that exists before steps
         self.history, self.watching, self.proofs = History(), WatchPolicy(), Proofs()
-        self.largest = LargestSizes(options.sizes, self.parts, self.warn)
+        self.largest = LargestSizes(options.sizes, self.runtimes, self.warn)
         self.first_wait = FirstWait(options.cache_dir, self.memory.model_key)
 
     def report(self, text: str) -> None:

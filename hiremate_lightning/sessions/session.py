@@ -33,7 +33,7 @@ from ..planning.solvers import worker
 from ..proofs.proof import Proof
 from ..proofs.proving import Prover
 from ..rewriting.nodes import updates_under_checkpoint
-from ..running.execution import Part
+from ..running.execution import GraphRuntime
 from ..signatures.step_signature import GraphNumbers
 from ..torch_private import backward_pass, compiled_by_torch, dynamo, tensor_state
 from ..torch_private.tensor_state import tensors_among
@@ -112,12 +112,12 @@ class Session:
     @property
     def captured_count(self) -> int:
         """Number of graphs captured so far."""
-        return self.model.parts.traced_count
+        return self.model.runtimes.traced_count
 
     @property
     def holds_graphs(self) -> bool:
         """Whether graphs wait for their backward, or are retained for another."""
-        return bool(self.model.parts.waiting() or self.model.parts.retained())
+        return bool(self.model.runtimes.waiting() or self.model.runtimes.retained())
 
     @property
     def is_eager(self) -> bool:
@@ -132,7 +132,7 @@ class Session:
     @property
     def parameters_of_step(self) -> frozenset[int] | None:
         """The `id` of each parameter given to captured graphs in the step under way; None if it is not measured."""
-        return None if self.steps.record is None else frozenset(self.steps.record.parameters)
+        return None if self.steps.measurement is None else frozenset(self.steps.measurement.parameters)
 
     def expect_wait(self, modules: int, operations: int = 0) -> None:
         """Estimate the seconds of the first plan from the number of leaf modules, or of operations."""
@@ -189,10 +189,10 @@ class Session:
             self._without_gradients.drop()
         if is_own and self.runs > self._runs_of_update:
             self.updates, self._runs_of_update = self.updates + 1, self.runs
-        record = self.steps.record
-        goes_on = backward_pass.is_running() or bool(self.model.parts.waiting())
-        if is_own and record is not None and record.backwards and not goes_on:
-            record.close()
+        measurement = self.steps.measurement
+        goes_on = backward_pass.is_running() or bool(self.model.runtimes.waiting())
+        if is_own and measurement is not None and measurement.backwards and not goes_on:
+            measurement.close()
 
     def was_passed_by(self) -> None:
         """Mark that an optimizer stepped after a step that ran without its plan."""
@@ -225,20 +225,20 @@ class Session:
             weakly(self.warn),
             weakly(self.model.largest.trace_ahead),
             weakref.proxy(self._new_sizes) if makes_sizes else None,
-            SameCaptures(weakly(self.model.parts.captured_again)),
+            SameCaptures(weakly(self.model.runtimes.captured_again)),
         )
 
-    def take_in(self, captured: Captured) -> Part:
-        """Make the part of a captured graph; warn if it updates buffers under `torch.utils.checkpoint`."""
+    def take_in(self, captured: Captured) -> GraphRuntime:
+        """Make the runtime of a captured graph; warn if it updates buffers under `torch.utils.checkpoint`."""
         if updates_under_checkpoint(captured.joint):
             self.warn(
                 f"{self.model.name} calls torch.utils.checkpoint around code that updates buffers, as batch norms do. "
                 "Plain PyTorch runs such code twice in a step, and updates them twice; here it updates them once. Call "
                 "it without checkpoint: what is computed again is for the plan to decide."
             )
-        part = self.model.parts.add(captured, self.steps)
-        self.model.largest.took(part)
-        return part
+        runtime = self.model.runtimes.add(captured, self.steps)
+        self.model.largest.took(runtime)
+        return runtime
 
     @contextmanager
     def calling(self, name: str) -> Iterator[None]:
@@ -250,7 +250,7 @@ class Session:
         if is_inside:
             self.steps.called_inside_backward()
             self.model.messages.called_inside_backward(name)
-        if not self.model.parts.count:
+        if not self.model.runtimes.count:
             worker.warm_up()
             self.expect_wait(modules_without_parts(self.root))
             self.model.tracing.enter_context(self.reporter.stage("tracing"))
@@ -263,7 +263,7 @@ class Session:
             )
 
         try:
-            sizes_vary = bool(self.model.largest.becomes) or self.model.parts.count > 0
+            sizes_vary = bool(self.model.largest.becomes) or self.model.runtimes.count > 0
             vary = chain(self.model.largest.becomes, self._varying)
             capture_opaque()
             with dynamo.capturing_for_plans(warn, sizes_vary, vary):
@@ -363,8 +363,8 @@ class Session:
         """
         ended = self.steps.take_ended()
         assert ended is not None, "a step has ended that is to be planned"
-        assert ended.record is not None, "such a step was measured"
-        return self.planned.learn(ended.record, resident)
+        assert ended.measurement is not None, "such a step was measured"
+        return self.planned.learn(ended.measurement, resident)
 
     def run_eager(self, arguments: Arguments, call: Callable[[], Any]) -> Any:
         """Run a call eager, and note when its backward begins; if the call fails, drop the step."""

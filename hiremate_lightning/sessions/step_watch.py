@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..measuring.profiling import TimedRun
-from ..measuring.recording import StepRecord
+from ..measuring.recording import StepMeasurement
 from ..measuring.resident_memory import LITTERED_STEPS
 from ..memory.metering import Between, DevicePeak, MemoryMeter
 from ..signatures.step_signature import StepSignature
-from ..signatures.watching import BeginningStep, Look
+from ..signatures.watching import Look, WatchFacts
 from ..torch_private import backward_pass
 from .current_step import CurrentStep
 from .eager_steps import EagerSteps
@@ -30,7 +30,7 @@ class StepWatch:
         if step.eager is not None:
             step.look = Look(is_measured=self._eager_steps.is_to_be_measured(step.eager))
         else:
-            beginning = BeginningStep(
+            beginning = WatchFacts(
                 self._history.likely(step.foreseen),
                 next(iter(step.foreseen), None),
                 step.start[0],
@@ -40,7 +40,7 @@ class StepWatch:
             )
             step.look = self._watching.choose_look(beginning)
         if step.look.is_measured:
-            step.record = self._begin_record(step, arguments)
+            step.measurement = self._begin_measurement(step, arguments)
         if step.look.is_timed:
             step.timed = TimedRun(device)
         peak_bytes = None if step.expected is None or step.is_watched else step.expected.own_plan.measured.peak_bytes
@@ -71,19 +71,19 @@ class StepWatch:
     def ended(self, step: CurrentStep, signature: StepSignature) -> None:
         """Store in its signature whether a captured step took more outside of its plan than measured steps."""
         allocated_bytes, peak_bytes = self._between.take(), self._device_peak.take()
-        if step.record is not None:
-            if step.record.is_measured and step.record.is_whole:
-                signature.watched.add_measured(step.record.allocated_bytes)
+        if step.measurement is not None:
+            if step.measurement.is_measured and step.measurement.is_whole:
+                signature.watched.add_measured(step.measurement.allocated_bytes)
         elif signature is step.expected and signature.plan is not None:
             signature.watched.add_unmeasured(signature.plan, allocated_bytes, peak_bytes)
 
-    def _begin_record(self, step: CurrentStep, arguments: list[torch.Tensor]) -> StepRecord:
+    def _begin_measurement(self, step: CurrentStep, arguments: list[torch.Tensor]) -> StepMeasurement:
         """Begin to measure a step."""
         if self._memory.collect_garbage(LITTERED_STEPS) or step.resident is None:
             step.resident = self._memory.count_before_step(arguments)
         sees_frees = self._memory.sees_frees(step.resident)
-        record = StepRecord(self._memory.device, step.resident, sees_frees, self._memory.root)
-        self._memory.watch_releases(record, arguments)
-        if not record.is_measured and not backward_pass.is_running():
+        measurement = StepMeasurement(self._memory.device, step.resident, sees_frees, self._memory.root)
+        self._memory.watch_releases(measurement, arguments)
+        if not measurement.is_measured and not backward_pass.is_running():
             self._warn("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
-        return record
+        return measurement

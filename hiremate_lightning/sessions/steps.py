@@ -20,16 +20,16 @@ from typing import Any
 import torch
 
 from ..calls.module_call import ModuleCall
-from ..measuring.recording import StepRecord
+from ..measuring.recording import StepMeasurement
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import WATCHED_STEPS
 from ..measuring.runs import Run
 from ..memory.allocator import free_bytes
 from ..out_of_memory import explain
 from ..planning.plan import describe_peak
-from ..records.step import Step
+from ..records.step import MergedStep
 from ..running.accumulation import Leaves
-from ..running.execution import Conductor, Part
+from ..running.execution import Conductor, GraphRuntime
 from ..running.program import Program
 from ..signatures.step_signature import StepSignature
 from ..signatures.watching import Shown
@@ -65,7 +65,7 @@ class Steps(Conductor):
         self.count = self.runs = 0
         self._model, self._planned, self._eager_steps = model, planned, eager_steps
         self._graph_programs, self._watching, self._messages = graph_programs, model.watching, model.messages
-        self._memory, self._parts, self._history = model.memory, model.parts, model.history
+        self._memory, self._runtimes, self._history = model.memory, model.runtimes, model.history
         self._is_passed_by = False  # whether code trained without its plan since the latest step
         self.watch = StepWatch(model, eager_steps)
 
@@ -75,9 +75,9 @@ class Steps(Conductor):
         return None if self.current is None else self.current.eager
 
     @property
-    def record(self) -> StepRecord | None:
+    def measurement(self) -> StepMeasurement | None:
         """The measurement of the step under way; None if it is not measured."""
-        return None if self.current is None else self.current.record
+        return None if self.current is None else self.current.measurement
 
     def resident(self) -> Resident:
         """Return the memory that existed when the step began; if that was not counted, the memory that exists now."""
@@ -129,10 +129,10 @@ class Steps(Conductor):
             self._planned.maker.announce()
         self.count += 1
         size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
-        start = size_bytes, len(self._parts.waiting())
+        start = size_bytes, len(self._runtimes.waiting())
         step = self.current = CurrentStep(start, self._history.foresee(start), calls)
         self._memory.step_begins(arguments)
-        self._messages.count_retained(len(self._parts.retained()))
+        self._messages.count_retained(len(self._runtimes.retained()))
         if finished is not None or self._counts_resident(step):
             if finished is not None:
                 self._memory.collect_garbage()
@@ -162,38 +162,38 @@ class Steps(Conductor):
 
     # ---------------------------------------------------------------- its captured graphs
 
-    def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Run | None]:
+    def start(self, runtime: GraphRuntime, arguments: Sequence[Any]) -> tuple[Program, Run | None]:
         """Return the program of a forward that begins, and its measurement if the step is measured."""
         self.runs += 1
         self._model.tracing.close()
         step = self.current or CurrentStep()  # a forward between two steps belongs to neither
         self.watch.goes_on()
         if self.current is not None and not step.forwards:
-            self._first_forward(step, part, arguments)
-        forward = self._graph_programs.decide(step, part)
+            self._first_forward(step, runtime, arguments)
+        forward = self._graph_programs.decide(step, runtime)
         step.forwards.append(forward)
-        if part.captured.made_from is not None:
+        if runtime.captured.made_from is not None:
             step.timed = None  # single operations of made code can't be timed: they have no numbers of their own
         program = forward.program if step.timed is None else step.timed.wrap(forward.program)
-        return program, None if step.record is None else step.record.begin(part, program, arguments)
+        return program, None if step.measurement is None else step.measurement.begin(runtime, program, arguments)
 
-    def _first_forward(self, step: CurrentStep, part: Part, arguments: Sequence[Any]) -> None:
+    def _first_forward(self, step: CurrentStep, runtime: GraphRuntime, arguments: Sequence[Any]) -> None:
         """Choose the signature by whose plan a step begins; adapt its plan to memory if that was not done."""
-        self._parts.measure_once(part)
-        signature, _ = self._history.choose((part.number,), step.expected, step.start, lambda signature: True)
+        self._runtimes.measure_once(runtime)
+        signature, _ = self._history.choose((runtime.number,), step.expected, step.start, lambda signature: True)
         step.expected = signature or step.expected
         if signature is not None and not self._planned.is_adapted(signature):
             resident = step.resident or self._memory.count_before_step(tensors_among(arguments))
             self._planned.adapt_plans([signature], resident)
 
-    def choose_program(self, part: Part) -> Program:
-        """Choose the program by which a part is about to run, for its proof.
+    def choose_program(self, runtime: GraphRuntime) -> Program:
+        """Choose the program by which a captured graph is about to run, for its proof.
 
-        `start` chooses again, and may find another one if the part is the first of its step.
+        `start` chooses again, and may find another one if the graph is the first of its step.
         """
-        return self._graph_programs.decide(self.current or CurrentStep(), part).program
+        return self._graph_programs.decide(self.current or CurrentStep(), runtime).program
 
-    def free_bytes(self, step: Step, device: torch.device) -> int:
+    def free_bytes(self, step: MergedStep, device: torch.device) -> int:
         """Return the bytes that the budget of a captured step, and the device, leave beside the live memory."""
         resident = self.resident()
         room, plan = self._planned.maker.find_room(step, resident), self._history.latest_plan
@@ -207,23 +207,23 @@ class Steps(Conductor):
     def forward_done(self, run: Run | None, outputs: Sequence[Any]) -> None:
         """Record the end of a forward."""
         if self.current is not None:
-            if run is not None and self.current.record is not None:
-                self.current.record.forward_done(run, outputs)
+            if run is not None and self.current.measurement is not None:
+                self.current.measurement.forward_done(run, outputs)
             self.watch.watch_after(self.current)
 
     def backward_starts(self, run: Run | None, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
         """Record the start of a captured backward."""
         self._mark_backward()
-        if self.record is not None:
-            self.record.backward_starts(run, tangents, leaves, retains)
+        if self.measurement is not None:
+            self.measurement.backward_starts(run, tangents, leaves, retains)
 
     def eager_backward_starts(self) -> None:
         """Record the start of a backward of an eager step."""
         if backward_pass.will_run_again():
             self._eager_steps.graph_stays()
         self._mark_backward()
-        if self.record is not None:
-            self.record.eager_backward_starts()
+        if self.measurement is not None:
+            self.measurement.eager_backward_starts()
 
     def _mark_backward(self) -> None:
         step = self.current
@@ -233,10 +233,10 @@ class Steps(Conductor):
         if step is not None:
             step.has_backward = True
 
-    def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
-        """Recompute nothing from values of a part that other code overwrites before the backward."""
-        part.captured = part.captured.reading_once(storages)
-        self._graph_programs.forget_least(part)
+    def was_overwritten(self, runtime: GraphRuntime, storages: Collection[int]) -> None:
+        """Recompute nothing from values of a captured graph that other code overwrites before the backward."""
+        runtime.captured = runtime.captured.reading_once(storages)
+        self._graph_programs.forget_least(runtime)
 
     def settings_changed(self) -> None:
         """Warn that code is recomputed under other settings of PyTorch than its forward ran under."""
@@ -246,14 +246,14 @@ class Steps(Conductor):
             "rounding. Put forward and backward into one `with` block."
         )
 
-    def must_return(self, part: Part, positions: Collection[int]) -> None:
-        """Count two sets of gradients in plans from now on, since gradients of a part were not added in place."""
-        self._planned.must_return(part, positions)
+    def must_return(self, runtime: GraphRuntime, positions: Collection[int]) -> None:
+        """Count two sets of gradients in plans from now on, since gradients of a graph were not added in place."""
+        self._planned.must_return(runtime, positions)
 
     def backward_done(self, run: Run | None) -> None:
         """Record the end of a backward."""
-        if self.record is not None:
-            self.record.backward_done(run)
+        if self.measurement is not None:
+            self.measurement.backward_done(run)
 
     def name_of(self, tensor: torch.Tensor) -> str:
         """Return a name for a tensor that begins a sentence: of a parameter or buffer its path, else its shape."""
@@ -280,8 +280,8 @@ class Steps(Conductor):
     def end_at_once(self) -> None:
         """End the step under way now, with its measurement."""
         self._memory.batch = []
-        if self.record is not None:
-            self.record.close()
+        if self.measurement is not None:
+            self.measurement.close()
         self.end()
 
     def end(self) -> None:
@@ -298,7 +298,7 @@ class Steps(Conductor):
             step.drop()
         elif step.eager is not None:
             self._end_eager(step, step.eager)
-        elif step.forwards or step.record is not None:
+        elif step.forwards or step.measurement is not None:
             self._end_captured(step)
 
     def _end_eager(self, step: CurrentStep, eager: Eager) -> None:
@@ -306,29 +306,29 @@ class Steps(Conductor):
         self.ended = step
         if isinstance(eager, GivenBack):
             self._history.note(eager.likely, step.start)
-        self._memory.step_ended(step.record, eager.likely.graphs)
-        if step.record is not None:
-            step.record.close(at_once=False)
+        self._memory.step_ended(step.measurement, eager.likely.graphs)
+        if step.measurement is not None:
+            step.measurement.close(at_once=False)
         self._eager_steps.ended(step, eager)
 
     def _end_captured(self, step: CurrentStep) -> None:
         """Store what a captured step has shown: its signature, its memory, and a record or a peak for its plan."""
-        step.has_captured = self._messages.count_captured(self._parts.traced_count)
+        step.has_captured = self._messages.count_captured(self._runtimes.traced_count)
         self.ended, signature = step, self._history.get_or_make(step.graphs)
-        record = step.record
+        measurement = step.measurement
         is_own = step.ran_by(self._history.taken_for(signature))
         self._history.ended(signature, step.start, step.is_by_plans, step.taken_over.fits_nothing)
         self._eager_steps.learn_from_taken_over(step, signature)
         if not is_own:
             self._planned.compare_with_expected(step, signature)
-        self._memory.step_ended(record, signature.graphs, step.has_captured)
-        if record is not None:
-            record.close(at_once=False)
+        self._memory.step_ended(measurement, signature.graphs, step.has_captured)
+        if measurement is not None:
+            measurement.close(at_once=False)
         self._graph_programs.learn_sizes(step)
         shown = self._learn_from(step, signature, is_own)
         if step.look is not None:
             self._watching.step_ended(step.look, signature, shown)
-        is_missed = signature.plan is None and (record is None or not record.is_whole)
+        is_missed = signature.plan is None and (measurement is None or not measurement.is_whole)
         self.watch.ended(step, signature)
         if is_missed and self._planned.admit(signature):
             self._watching.missed(signature)
@@ -338,28 +338,28 @@ class Steps(Conductor):
 
         The latter if `is_own`: each graph followed the plan of its signature, or of one that it may be taken for.
         """
-        record = step.record
-        if record is None:
+        measurement = step.measurement
+        if measurement is None:
             is_measured = is_own and signature.plan is not None and signature.plan.measured.peak_bytes is not None
             if step.timed is not None and is_measured:
                 self._planned.update(signature, step_ms=step.timed.total_ms, recompute_ms=step.timed.recompute_ms)
             return Shown.NOTHING
-        if not record.is_whole:
+        if not measurement.is_whole:
             return Shown.NOTHING
-        self._planned.see_backwards(signature, record)
+        self._planned.see_backwards(signature, measurement)
         if signature.plan is None:
-            if record.backwards:
-                if record.peak_bytes is not None and not step.has_captured:
-                    self._graph_programs.learn_margin(step, record.peak_bytes)
-                record.timed = step.timed
+            if measurement.backwards:
+                if measurement.peak_bytes is not None and not step.has_captured:
+                    self._graph_programs.learn_margin(step, measurement.peak_bytes)
+                measurement.timed = step.timed
                 step.is_to_be_planned = self._planned.admit(signature)
                 self._watching.found(signature)
-            elif step.has_backward and not step.has_captured and record.peak_bytes is not None:
-                self._planned.piece_measured(record.peak_bytes)
+            elif step.has_backward and not step.has_captured and measurement.peak_bytes is not None:
+                self._planned.piece_measured(measurement.peak_bytes)
             return Shown.NOTHING
-        if not is_own or step.resident is None or not record.is_measured:
+        if not is_own or step.resident is None or not measurement.is_measured:
             return Shown.NOTHING
-        if record.peak_bytes is None:
+        if measurement.peak_bytes is None:
             return Shown.NO_FREES
-        self._planned.peak_measured(signature, record.peak_bytes, self._memory.as_seen(step.resident), record)
+        self._planned.peak_measured(signature, measurement.peak_bytes, self._memory.as_seen(step.resident), measurement)
         return Shown.PEAK

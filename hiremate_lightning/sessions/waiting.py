@@ -28,12 +28,12 @@ from ..records.graph import StorageKind, bytes_of
 from ..records.schedule import Schedule, keep_all, lower
 from ..records.simulation import simulate
 from ..records.step import Decisions
-from ..running.execution import Part
+from ..running.execution import GraphRuntime
 from ..running.program import Program
 from ..running.program_at_sizes import program_of
 from ..signatures.recorded_step import RecordedStep
 from ..signatures.step_signature import StepSignature
-from .parts import Parts
+from .graph_runtimes import GraphRuntimes
 
 
 class Holds(Enum):
@@ -92,9 +92,9 @@ class WaitingGraphs:
         holds: How much a forward saves that runs now.
     """
 
-    def __init__(self, options: SessionOptions, parts: Parts) -> None:
-        self._options, self._parts = options, parts
-        self._graphs: weakref.WeakKeyDictionary[Part, dict[Holds, _Waiting]] = weakref.WeakKeyDictionary()
+    def __init__(self, options: SessionOptions, runtimes: GraphRuntimes) -> None:
+        self._options, self._runtimes = options, runtimes
+        self._graphs: weakref.WeakKeyDictionary[GraphRuntime, dict[Holds, _Waiting]] = weakref.WeakKeyDictionary()
         self.holds = Holds.EVERYTHING
 
     def concerns(self, signature: StepSignature, step: RecordedStep) -> bool:
@@ -105,7 +105,7 @@ class WaitingGraphs:
         """Whether a step, as decided or at its least memory, fits beside waiting graphs that hold everything."""
         recorded = self.at(signature, recorded, Holds.EVERYTHING)
         step = recorded.merge()
-        decided = recorded.decided or tuple(self._of(call.part, Holds.LEAST).decisions for call in recorded.calls)
+        decided = recorded.decided or tuple(self._of(call.runtime, Holds.LEAST).decisions for call in recorded.calls)
         peak_bytes = replay(Problem(step.graph, step.profile, 0), step.join(decided)).peak_bytes
         return peak_bytes <= replace(room, resident_bytes=recorded.resident.size_bytes).solved_bytes
 
@@ -115,14 +115,16 @@ class WaitingGraphs:
             return step
         holds = holds or self.holds
         resident = self.resident_at(step.resident, holds)
-        waiting = [self._of(part, holds) for part, _ in resident.waiting]
+        waiting = [self._of(runtime, holds) for runtime, _ in resident.waiting]
         of_pieces = step.calls if signature.backwards_vary else ()
         return replace(
             step,
             resident=resident,
-            unfinished_bytes=sum(self._of(part, holds).more_bytes(schedule) for part, schedule in step.unfinished),
+            unfinished_bytes=sum(
+                self._of(runtime, holds).more_bytes(schedule) for runtime, schedule in step.unfinished
+            ),
             others_bytes=max((graph.backward_bytes[bool(resident.kept)] for graph in waiting), default=0),
-            decided=tuple(self._of(call.part, holds).decisions for call in of_pieces),
+            decided=tuple(self._of(call.runtime, holds).decisions for call in of_pieces),
         )
 
     def resident_at(self, resident: Resident, holds: Holds | None = None) -> Resident:
@@ -130,22 +132,22 @@ class WaitingGraphs:
         if not resident.waiting:
             return resident
         holds = holds or self.holds
-        more_bytes = sum(self._of(part, holds).more_bytes(schedule) for part, schedule in resident.waiting)
+        more_bytes = sum(self._of(runtime, holds).more_bytes(schedule) for runtime, schedule in resident.waiting)
         return replace(
             resident.with_more(WAITING, more_bytes),
-            waiting=tuple((part, self._of(part, holds).schedule) for part, _ in resident.waiting),
+            waiting=tuple((runtime, self._of(runtime, holds).schedule) for runtime, _ in resident.waiting),
         )
 
-    def program(self, part: Part) -> Program:
+    def program(self, runtime: GraphRuntime) -> Program:
         """Return the program of a forward whose backward comes in a later step."""
-        return self._of(part, self.holds).program
+        return self._of(runtime, self.holds).program
 
-    def _of(self, part: Part, holds: Holds) -> _Waiting:
-        """Return a part as a waiting graph; the first call decides which nodes it recomputes."""
-        graphs = self._graphs.setdefault(part, {})
+    def _of(self, runtime: GraphRuntime, holds: Holds) -> _Waiting:
+        """Return a captured graph as one that waits; the first call decides which nodes it recomputes."""
+        graphs = self._graphs.setdefault(runtime, {})
         waiting = graphs.get(holds)
-        if waiting is None or waiting.captured.graph is not part.captured.graph:
-            profile, captured = self._parts.measure_once(part), part.captured
+        if waiting is None or waiting.captured.graph is not runtime.captured.graph:
+            profile, captured = self._runtimes.measure_once(runtime), runtime.captured
             decisions = keep_all(captured.graph)
             if holds is Holds.LEAST:  # as a step of its own
                 step = alone(captured.graph, profile, captured.device)

@@ -69,7 +69,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, eq=False)
-class CapturedStep:
+class LearnedStep:
     """A captured step from which predictions are made."""
 
     calls: tuple[ModuleCall, ...]  # types and shapes of the tensors of each call of a planned module, in order
@@ -81,7 +81,7 @@ class CapturedStep:
         """Bytes of all its values."""
         return self.step.bytes_from(0)
 
-    def takes_as(self, other: CapturedStep) -> bool:
+    def takes_as(self, other: LearnedStep) -> bool:
         """Whether predictions from it are those from another record of the same step."""
         is_same = self.calls == other.calls and self.step.calls is other.step.calls
         return is_same and (self.step.margin_bytes, self.step.state) == (other.step.margin_bytes, other.step.state)
@@ -110,7 +110,7 @@ class _EagerCode:
         unmeasured_ratio: The ratio of growing bytes in eager PyTorch to those here, until an eager step was measured.
     """
 
-    def __init__(self, steps: Sequence[CapturedStep], count: int) -> None:
+    def __init__(self, steps: Sequence[LearnedStep], count: int) -> None:
         samples = [step.sample(count) for step in steps]
         base, self._resizing = samples[0], Resizing(samples)
         # On a CPU, values that are read back from files occupy the same memory again.
@@ -156,8 +156,8 @@ class EagerPredictions:
     """Predicts the memory of eager steps at sizes without a plan, and corrects predictions by measured steps."""
 
     def __init__(self) -> None:
-        self._learned: dict[StepSignature, CapturedStep] = {}  # planned steps from which predictions are made
-        self._foreseen = deque[CapturedStep](maxlen=SAMPLES)
+        self._learned: dict[StepSignature, LearnedStep] = {}  # planned steps from which predictions are made
+        self._foreseen = deque[LearnedStep](maxlen=SAMPLES)
         self._codes = Latest[tuple[object, ...], _EagerCode](16)
         self._predicted = Latest[tuple[object, ...], Prediction | None](1024)
         self._measured: dict[SavedTensors, list[_Measured]] = {}  # measured steps
@@ -168,12 +168,12 @@ class EagerPredictions:
     def learn(self, signature: StepSignature) -> None:
         """Predict also from the step of a planned signature; replace an older record of it."""
         earlier = self._learned.get(signature)
-        step = CapturedStep(signature.calls or (), signature.of_code, signature.recorded)
+        step = LearnedStep(signature.calls or (), signature.of_code, signature.recorded)
         if earlier is None or not step.takes_as(earlier):
             self._learned[signature] = step
             self._forget_predictions()
 
-    def learn_foreseen(self, step: CapturedStep) -> None:
+    def learn_foreseen(self, step: LearnedStep) -> None:
         """Predict also from a captured step without its own plan, if its code has few such steps or smaller ones."""
         known_bytes = [other.total_bytes for other in self._foreseen if other.code == step.code]
         if len(known_bytes) < SAMPLES or step.total_bytes > max(known_bytes):
@@ -237,7 +237,7 @@ class EagerPredictions:
         Steps with a size of 0 are left out, unless these calls have it too: bytes don't follow from a size of 0.
         """
         form, count, sizes = _form(calls), len(calls), _sizes(calls)
-        steps_of = dict[StepSignature, list[CapturedStep]]()
+        steps_of = dict[StepSignature, list[LearnedStep]]()
         for step in (*self._learned.values(), *self._foreseen):
             begun = step.calls[:count]
             if _form(begun) == form and all(
@@ -250,7 +250,7 @@ class EagerPredictions:
         codes = [first, *(code for code in steps_of if code != first)]
         return [self._code(steps_of[code], count) for code in codes]
 
-    def _code(self, steps: Sequence[CapturedStep], count: int) -> _EagerCode:
+    def _code(self, steps: Sequence[LearnedStep], count: int) -> _EagerCode:
         """Return the memory of a code, by its largest step and the latest ones with other sizes."""
         largest = max(steps, key=lambda step: step.total_bytes)
         latest = {step.calls: step for step in steps if step.calls != largest.calls}

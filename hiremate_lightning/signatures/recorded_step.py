@@ -16,13 +16,13 @@ from ..planning.solvers.base import Strategy
 from ..records.costs import Profile
 from ..records.graph import Graph, StorageKind
 from ..records.schedule import Schedule
-from ..records.step import Call, Decisions, Step, holding, merge
-from ..running.execution import Part
+from ..records.step import Call, Decisions, MergedStep, holding, merge
+from ..running.execution import GraphRuntime
 from ..units import Budget
 from .limits import Limits
 
 
-def no_graphs() -> Latest[object, Step]:
+def no_graphs() -> Latest[object, MergedStep]:
     """Return a store for a few graphs of one step, by the memory that existed before the step."""
     return Latest(4)
 
@@ -32,8 +32,8 @@ class RecordedCall:
     """One call of a recorded step."""
 
     call: Call  # its graph, forward and backward, and memory of code outside around it
-    part: Part  # the part that runs it
-    captured: Captured  # the captured graph that the part ran then
+    runtime: GraphRuntime  # the captured graph, as it runs
+    captured: Captured  # the captured graph as it was then
     place: int  # its place among all forwards of the step
     missing: frozenset[int]  # positions of the gradients of outputs that don't arrive
     # Gradients that are only accumulated into those of parameters, each with the storages of these parameters.
@@ -71,7 +71,7 @@ class RecordedStep:
     # enough.
     keeps_on_device: bool = False
     # The forwards whose backward comes in a later step, each with the schedule by which it ran.
-    unfinished: tuple[tuple[Part, Schedule], ...] = ()
+    unfinished: tuple[tuple[GraphRuntime, Schedule], ...] = ()
     unfinished_bytes: int = 0  # bytes that unfinished forwards save beyond those that they saved in the recorded step
     others_bytes: int = 0  # most bytes that a backward of an earlier step's graph takes in this step
     # Whether its plan counts gradients as freed that later steps keep allocated; until the plan is adapted.
@@ -80,7 +80,7 @@ class RecordedStep:
     is_provisional: bool = False
     decided: tuple[Decisions, ...] = ()  # the nodes that each call recomputes, if these are fixed; else empty
     # The step as one graph, by the memory that existed before it (`state`).
-    merged: Latest[object, Step] = field(default_factory=no_graphs, compare=False, repr=False)
+    merged: Latest[object, MergedStep] = field(default_factory=no_graphs, compare=False, repr=False)
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -103,11 +103,11 @@ class RecordedStep:
         of_others = self.waits, self.unfinished_bytes, self.others_bytes
         return before.kept, before.stale_bytes, before.left_bytes, *of_others
 
-    def merge(self) -> Step:
+    def merge(self) -> MergedStep:
         """Return the step as one graph, with bytes rounded to the blocks of the allocator."""
         return self.merged.get_or(self.state, self._merge)
 
-    def _merge(self) -> Step:
+    def _merge(self) -> MergedStep:
         before, calls = self.resident, [call.beside(self.resident.kept) for call in self.calls]
         if self.waits:
             calls = [call.with_gaps(lambda gap: gap.taking(self.others_bytes)) for call in calls]
@@ -134,7 +134,7 @@ class RecordedStep:
     ) -> RecordedStep | None:
         """Return the step with its first calls at other sizes; the other calls keep the sizes of this step.
 
-        `as_run` returns graph and costs of one of the first calls without the parts that missing gradients would need.
+        `as_run` returns graph and costs of one of the first calls without what missing gradients would need.
         Return None if the rest of such a graph is other code than here.
         """
         calls = list(self.calls)
@@ -177,13 +177,13 @@ class RecordedStep:
         """The sum over its calls of the peak bytes of code outside."""
         return sum(recorded.call.outside_bytes for recorded in self.calls)
 
-    def returning(self, part: Part, positions: Collection[int]) -> RecordedStep:
-        """Return the step with some gradients of a part not accumulated in place; itself if that was known."""
-        returned = {part.captured.backward_outputs[position] for position in positions}
-        values = part.captured.fx_values
+    def returning(self, runtime: GraphRuntime, positions: Collection[int]) -> RecordedStep:
+        """Return the step with some gradients of a graph not accumulated in place; itself if that was known."""
+        returned = {runtime.captured.backward_outputs[position] for position in positions}
+        values = runtime.captured.fx_values
         calls = tuple(
             call
-            if call.part is not part
+            if call.runtime is not runtime
             else replace(call, added={t: of for t, of in call.added.items() if values[t] not in returned})
             for call in self.calls
         )

@@ -61,7 +61,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class BeginningStep:
+class WatchFacts:
     """What decides whether a step that begins is measured or timed."""
 
     likely: StepSignature | None  # the planned signature that it likely has; None if there is no plan
@@ -86,7 +86,7 @@ class WatchPolicy:
         self._unseen: tuple[StepSignature, Reason | None] | None = None
         self._left_in_a_row = 0  # how many of them
 
-    def choose_look(self, step: BeginningStep) -> Look:
+    def choose_look(self, step: WatchFacts) -> Look:
         """Decide whether to measure or time a step; the step counts as watched then."""
         likely = step.likely
         is_new = step.size_bytes > self._largest_bytes or step.foreseen in self._missed
@@ -136,7 +136,7 @@ class WatchPolicy:
         self._missed.pop(signature, None)
 
 
-def _reason(signature: StepSignature, step: BeginningStep) -> Reason | None:
+def _reason(signature: StepSignature, step: WatchFacts) -> Reason | None:
     """Return why to watch a step that likely has this planned signature; None for no reason."""
     measured, watched = signature.own_plan.measured, signature.watched
     if measured.peak_bytes is None or (step.is_free and watched.higher >= OFTEN and _is_higher(signature)):

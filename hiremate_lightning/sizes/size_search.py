@@ -27,7 +27,7 @@ from ..planning.planner import make_plan
 from ..planning.solvers import UNLIMITED, Problem, Solution, smallest_budget
 from ..records.expressions import Line, on_line
 from ..records.graph_at_sizes import GraphAtSizes
-from ..records.step import Decisions, Step
+from ..records.step import Decisions, MergedStep
 from ..units import Budget, format_bytes, format_ratio
 
 TOLERANCE = 0.03  # relative width at which a search for the largest size stops
@@ -74,7 +74,7 @@ class Forecast:
         SizesDifferError: If two of the samples differ in more than sizes.
     """
 
-    samples: Mapping[int, Step]  # the step by size, at two sizes or more
+    samples: Mapping[int, MergedStep]  # the step by size, at two sizes or more
     block_bytes: int  # the allocator allocates multiples of these bytes
     resident: Line  # bytes that exist before the step, by size
     limit_bytes: int  # the budget less the bytes to leave free; resident bytes included
@@ -92,7 +92,7 @@ class Forecast:
         self._steps = {size: replace(step, replays=self._base.replays) for size, step in self.samples.items()}
         self._rungs: list[Decisions] = [least_memory(self._base).recompute]
 
-    def at(self, size: int) -> Step:
+    def at(self, size: int) -> MergedStep:
         """Return the step at a size; a sample itself at its size."""
         if size not in self._steps:
             graph, profile = self._at_sizes.at((size,))
@@ -159,7 +159,7 @@ class Forecast:
         return overhead is not None and overhead <= max_overhead
 
 
-def least_memory(step: Step) -> Solution:
+def least_memory(step: MergedStep) -> Solution:
     """Return a solution of the least memory of a step, by a heuristic."""
     return smallest_budget(Problem(step.graph, step.profile, UNLIMITED))
 

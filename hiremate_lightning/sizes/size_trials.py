@@ -25,10 +25,10 @@ from ..memory.metering import measure_peak
 from ..options import SessionOptions
 from ..planning.headroom import resolve, unless_short
 from ..planning.plan import Plan
-from ..records.step import Step, merge
+from ..records.step import MergedStep, merge
 from ..sessions.session import Session
 from ..targets.modules import Targets
-from ..targets.training_step import StepTarget
+from ..targets.training_step import TrainingStepTarget
 from ..units import Budget
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class TrainingState(KeptState):
 class TrialSteps:
     """The steps of one size, in a session of their own."""
 
-    step: Step | None = None  # the first step; None before it has ended
+    step: MergedStep | None = None  # the first step; None before it has ended
     resident: Resident  # the memory that existed after the first step, its batch included
 
     def __init__(self, session: Session) -> None:
@@ -117,16 +117,16 @@ class TrialSteps:
         self._session.expect_batch(batch)
         self.resident = self._steps.resident()
         ended = self._steps.ended
-        record = None if ended is None else ended.record
-        if record is None or not (record.backwards and record.is_whole) or self._steps.count > 1:
+        measurement = None if ended is None else ended.measurement
+        if measurement is None or not (measurement.backwards and measurement.is_whole) or self._steps.count > 1:
             raise ConfigurationError(
                 "A step must run one forward and one backward of the model, found "
                 f"{'more' if self._steps.count > 1 else 'none'}. Where it accumulates gradients, run one part of it; "
                 "check that the model is in training mode."
             )
-        if not record.is_measured:
+        if not measurement.is_measured:
             raise ConfigurationError("Another profiler is running, so memory can't be measured: stop it first.")
-        self.step = merge(*calls_of(record), self.resident.stale_bytes)
+        self.step = merge(*calls_of(measurement), self.resident.stale_bytes)
 
     def plan(self) -> Plan:
         """Plan the first step now, instead of when the second one begins."""
@@ -145,7 +145,7 @@ class TrialSteps:
 class RealStep:
     """The measurement of a real step at a size."""
 
-    step: Step
+    step: MergedStep
     batch_bytes: int  # bytes of its batch on the model's device
     validation_bytes: int  # peak of a validation step of that size, resident bytes included; 0 without validation
 
@@ -158,7 +158,7 @@ class SizeRunner:
     options: SessionOptions  # options and budget of plans
     state: TrainingState  # the state to restore
     train: Callable[[int, TrialSteps], None]  # runs a step of a size; gives the trial its batch before and after it
-    make_targets: Callable[[Session], Targets | StepTarget]  # takes over the calls of the module for a session
+    make_targets: Callable[[Session], Targets | TrainingStepTarget]  # takes over the calls of the module for a session
     validate: Callable[[int], Any] | None = None  # runs one step of validation of a size
     seen: dict[int, RealStep] = field(default_factory=dict)  # measured steps by size, the latest one last
     steps: int = 0  # number of real steps so far

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..calls.refused import refuse
-from ..calls.slots import StepSlot
+from ..calls.slots import TrainingStepSlot
 from ..errors import ConfigurationError
 from ..sessions.session import Session
 from ..torch_private import sharding
@@ -19,7 +19,7 @@ from .entry_points import Compiler, call_found, call_training_step
 from .overseeing import check_captured, listen_to_optimizers, planned_call
 
 
-class StepTarget:
+class TrainingStepTarget:
     """The training step of a LightningModule, loss included, as one planned function.
 
     `self.log` and `self.log_dict` are kept out of the trace: they read and write the Trainer's state. Calls without
@@ -49,7 +49,7 @@ class StepTarget:
         """Take over the training step."""
         if self._hook is None:
             self._hook = listen_to_optimizers(self.session)
-        self.root.__dict__[self.METHOD] = StepSlot(self._call, self._eager)
+        self.root.__dict__[self.METHOD] = TrainingStepSlot(self._call, self._eager)
 
     def detach(self) -> None:
         """Leave the module as it was."""
@@ -97,4 +97,4 @@ class StepTarget:
 
 def plans_step_of(module: nn.Module) -> bool:
     """Whether the training step of a module is planned as a whole."""
-    return isinstance(module.__dict__.get(StepTarget.METHOD), StepSlot)
+    return isinstance(module.__dict__.get(TrainingStepTarget.METHOD), TrainingStepSlot)

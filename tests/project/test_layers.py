@@ -341,7 +341,7 @@ def test_a_guard_can_fail(guard: Callable[[tuple[Source, ...]], list[str]], name
 
 def test_a_circle_within_a_folder_is_found() -> None:
     sources = (
-        Source("running.program", "from .execution import Part"),
+        Source("running.program", "from .execution import GraphRuntime"),
         Source("running.execution", "from .program import Program"),
     )
 

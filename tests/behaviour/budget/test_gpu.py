@@ -131,7 +131,7 @@ def test_accumulated_gradients_are_added_where_they_appear():
 
 def test_every_operation_takes_time_and_recomputing_too():
     _, _, module = train("gpt", "60%", half=False)
-    (profile,) = (part.profile for part in session_of(module).model.parts.all)
+    (profile,) = (graph.profile for graph in session_of(module).model.runtimes.all)
     plan = get_plan(module)
     assert all(time_ms > 0 for time_ms in profile.time_ms)
     assert torch.cuda.get_device_name() in profile.device

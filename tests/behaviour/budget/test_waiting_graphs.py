@@ -234,7 +234,7 @@ def test_inputs_that_a_waiting_graph_holds_count():
         del x
         model["other"](draw(index + 100, ROWS, WIDTH)).square().mean().backward()
         session = session_of(model)
-        held = {t.untyped_storage()._cdata: t.nbytes for s in session.model.parts.waiting() for t in held_by([s[1]])}
+        held = {t.untyped_storage()._cdata: t.nbytes for s in session.model.runtimes.waiting() for t in held_by([s[1]])}
         assert kept[-1] in held.values()
         waiting.backward()
 

@@ -291,7 +291,7 @@ def test_the_loss_that_a_module_returns_is_found(form):
 
 
 def test_outputs_are_added_up_where_there_is_no_loss():
-    assert capture(lambda: losses(lambda y: y)).record.backwards
+    assert capture(lambda: losses(lambda y: y)).measurement.backwards
 
 
 def wall(y):

@@ -48,7 +48,7 @@ def test_an_attribute_set_in_the_first_call_costs_no_new_trace(also, graphs):
         assert torch.equal(step(model, index), expected)
         assert all(map(torch.equal, gradients(model), gradients(plain)))
     assert captured_count(model) == 2
-    assert session_of(model).model.parts.count == graphs
+    assert session_of(model).model.runtimes.count == graphs
 
 
 class Weighted(Net):

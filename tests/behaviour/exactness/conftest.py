@@ -8,18 +8,20 @@ from typing import Any
 
 import pytest
 
-from hiremate_lightning.running.execution import Part
+from hiremate_lightning.running.execution import GraphRuntime
 from hiremate_lightning.torch_private import inductor
 
 
 @pytest.fixture
 def scaled_gradients(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Let captured backwards give gradients that are wrong by a factor."""
-    backward = Part.backward
+    backward = GraphRuntime.backward
 
     def scale(factor: float) -> None:
         monkeypatch.setattr(
-            Part, "backward", lambda self, values: [g if g is None else factor * g for g in backward(self, values)]
+            GraphRuntime,
+            "backward",
+            lambda self, values: [g if g is None else factor * g for g in backward(self, values)],
         )
 
     return scale

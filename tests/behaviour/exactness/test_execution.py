@@ -12,7 +12,7 @@ from hiremate_lightning.capturing.backend import planning_backend
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.rewriting.kernels import apply_dropout_mask
-from hiremate_lightning.running.execution import Part
+from hiremate_lightning.running.execution import GraphRuntime
 from hiremate_lightning.running.program import build
 from hiremate_lightning.torch_private.operators import shortest
 from tests.exact import assert_same, network
@@ -36,20 +36,20 @@ def net(self, x: torch.Tensor) -> torch.Tensor:
 
 
 class Conductor:
-    """Runs every part by the schedule that a function of its graph gives."""
+    """Runs every runtime by the schedule that a function of its graph gives."""
 
     def __init__(self, decide) -> None:
         self.decide = decide
-        self.parts: list[Part] = []
+        self.runtimes: list[GraphRuntime] = []
         self.heard: list[str] = []
 
     def take_in(self, captured):
-        part = Part(captured, self)
-        self.parts.append(part)
-        return part
+        runtime = GraphRuntime(captured, self)
+        self.runtimes.append(runtime)
+        return runtime
 
-    def start(self, part, arguments):
-        captured = part.captured
+    def start(self, runtime, arguments):
+        captured = runtime.captured
         self.heard.append("start")
         return build(captured, lower(captured.graph, self.decide(captured.graph))), "run"
 
@@ -59,7 +59,7 @@ class Conductor:
     def backward_starts(self, run, tangents, leaves, retains):
         self.heard.append(f"backward starts {run}")
 
-    def was_overwritten(self, part, storages):
+    def was_overwritten(self, runtime, storages):
         self.heard.append("was overwritten")
 
     def settings_changed(self):
@@ -68,7 +68,7 @@ class Conductor:
     def name_of(self, tensor):
         return "A weight"
 
-    def must_return(self, part, positions):
+    def must_return(self, runtime, positions):
         self.heard.append("must return")
 
     def backward_done(self, run):
@@ -113,8 +113,8 @@ def exact_by(decide, make):
     model, x = make()
     call, conductor = compiled(model, decide)
     assert_same(results(model, x, call), expected)
-    (part,) = conductor.parts
-    return part.captured.graph
+    (runtime,) = conductor.runtimes
+    return runtime.captured.graph
 
 
 @network(lambda: {"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)})
@@ -147,7 +147,7 @@ def test_a_backward_calls_operators_by_their_shortest_way():
     call(x).sum().backward()
     assert conductor.heard == ["start", "forward done run", "backward starts run", "backward done run"]
 
-    captured = conductor.parts[0].captured
+    captured = conductor.runtimes[0].captured
     module = build(captured, lower(captured.graph, keep_all(captured.graph))).backward_module
     products = module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
     assert len(products) > 1
@@ -215,7 +215,7 @@ def test_inference_graphs_run_as_they_are():
     call, conductor = compiled(model.eval(), keep_all)
     with torch.no_grad():
         assert torch.equal(call(x), model(x))
-    assert not conductor.parts
+    assert not conductor.runtimes
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.25, 1 / 3, 0.5, 0.9])

@@ -96,7 +96,7 @@ def captured(request: pytest.FixtureRequest) -> Iterator[Captured]:
     conductor = Conductor(keep_all)
     call = torch.compile(module, backend=planning_backend(conductor.take_in), dynamic=False)
     train(module, batch, call, start)
-    (part,) = conductor.parts
+    (part,) = conductor.runtimes
     problem = Problem(part.captured.graph, measure(part.captured, CostCache()), 0, SolveOptions(time_limit_s=1.0))
     problem = replace(problem, budget_bytes=StepModel(problem).keep_all_bytes)
     yield Captured(module, batch, call, conductor, problem, start, expected)

@@ -19,7 +19,7 @@ from hiremate_lightning.records.schedule import Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.running import copies
 from hiremate_lightning.running.copies import HostMemory, pinned_storages
-from hiremate_lightning.running.execution import Part
+from hiremate_lightning.running.execution import GraphRuntime
 from hiremate_lightning.running.program import Program, build
 from tests.behaviour.exactness.test_execution import Conductor, every_other_kept, make, net
 from tests.exact import assert_same, differing, network
@@ -43,22 +43,22 @@ def anywhere(idle: Idle, schedule: Schedule, rng: random.Random) -> Offload:
 
 
 class Puts(Conductor):
-    """Runs each part with all offloaded that may be, or some of it, where a rule says."""
+    """Runs each runtime with all offloaded that may be, or some of it, where a rule says."""
 
     def __init__(self, rule, decide=keep_all, share: float = 1.0) -> None:
         super().__init__(decide)
         self.rule, self.share, self.rng = rule, share, random.Random(3)
         self.host = HostMemory()
-        self.programs: dict[Part, Program] = {}
+        self.programs: dict[GraphRuntime, Program] = {}
         self.offloaded = 0
 
-    def start(self, part, arguments):
-        if part not in self.programs:
-            self.programs[part] = build(part.captured, self.schedule(part), self.host)
-        return self.programs[part], "run"
+    def start(self, runtime, arguments):
+        if runtime not in self.programs:
+            self.programs[runtime] = build(runtime.captured, self.schedule(runtime), self.host)
+        return self.programs[runtime], "run"
 
-    def schedule(self, part) -> Schedule:
-        captured = part.captured
+    def schedule(self, runtime) -> Schedule:
+        captured = runtime.captured
         schedule = lower(captured.graph, self.decide(captured.graph))
         idle = idle_storages(captured.graph, schedule, pinned_storages(captured))
         chosen = [i for i in idle if captured.graph.sizes[i.storage] >= LEAST_BYTES and self.rng.random() < self.share]
@@ -129,9 +129,9 @@ def test_blocks_of_the_host_are_used_again_in_each_step():
     after_one = conductor.host.size_bytes
     again = Puts(soonest)
     both_ways("cpu", again, steps=4)
-    (part,) = again.parts
-    offloaded = {o.storage for o in again.programs[part].schedule.forward if hasattr(o, "storage")}
-    assert again.host.size_bytes == after_one == sum(part.captured.graph.sizes[s] for s in offloaded)
+    (runtime,) = again.runtimes
+    offloaded = {o.storage for o in again.programs[runtime].schedule.forward if hasattr(o, "storage")}
+    assert again.host.size_bytes == after_one == sum(runtime.captured.graph.sizes[s] for s in offloaded)
 
 
 def test_a_backward_that_runs_twice_brings_values_back_twice():
@@ -176,12 +176,12 @@ def test_what_must_stay_on_the_device_is_refused_by_name(monkeypatch):
     conductor = Puts(soonest)
     model, x = make()
     compiled(model, conductor)(x)
-    (part,) = conductor.parts
-    schedule = conductor.programs[part].schedule
+    (runtime,) = conductor.runtimes
+    schedule = conductor.programs[runtime].schedule
     offloaded = [o.storage for o in schedule.forward if hasattr(o, "storage")]
     monkeypatch.setattr("hiremate_lightning.running.program.pinned_storages", lambda captured: frozenset(offloaded[:1]))
     with pytest.raises(ScheduleError, match=r"must stay on the device: \w+"):
-        build(part.captured, schedule)
+        build(runtime.captured, schedule)
 
 
 # ---------------------------------------------------------------- on a GPU
@@ -207,10 +207,10 @@ def test_the_peak_with_offloaded_values_is_the_predicted_one(rule, most):
             output.backward(torch.ones_like(output))
             peaks[own] = torch.cuda.max_memory_allocated() - before
             del output
-        (part,) = own.parts
-        graph = part.captured.graph
-        profile = replace(measure(part.captured, CostCache(None)), link=Link(1e6, 1e6))
-        schedule = own.schedule(part) if isinstance(own, Puts) else lower(graph, keep_all(graph))
+        (runtime,) = own.runtimes
+        graph = runtime.captured.graph
+        profile = replace(measure(runtime.captured, CostCache(None)), link=Link(1e6, 1e6))
+        schedule = own.schedule(runtime) if isinstance(own, Puts) else lower(graph, keep_all(graph))
         held = replace(graph, held=(*graph.outputs, *graph.tangents))
         assert peaks[own] == simulate(held, profile, schedule).peak_bytes
     kept, offloaded = peaks.values()

@@ -421,7 +421,7 @@ def test_training_is_exact(training, loss):
     call, conductor = compiled(planned, nothing_kept)
     logs = [train(plain, plain, batches, loss_of), train(planned, call, batches, loss_of)]
     assert all(torch.equal(a, b) for a, b in zip(*logs, strict=True))
-    assert all(part.captured.overwrites for part in conductor.parts)
+    assert all(runtime.captured.overwrites for runtime in conductor.runtimes)
     assert [a.stride() for a in logs[0]] == [b.stride() for b in logs[1]]
 
 

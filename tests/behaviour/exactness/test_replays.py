@@ -79,7 +79,7 @@ def test_masks_are_drawn_again_in_the_order_of_a_kernel_s_memory():
         model, x = noisy(lambda x: F.dropout(by_columns(x), 0.3)), torch.randn(ROWS, WIDTH, requires_grad=True)
         call, conductor = compiled(model, decide)
         found.append(results(model, x, call))
-    assert DRAW_MASK in ops_of(nothing_kept, conductor.parts[0].captured.graph)
+    assert DRAW_MASK in ops_of(nothing_kept, conductor.runtimes[0].captured.graph)
     assert_same(*found)
 
 
@@ -99,7 +99,7 @@ def test_states_that_nobody_reads_are_not_taken():
     model, x = make("dropout")
     call, conductor = compiled(model, keep_all)
     results(model, x, call)
-    program, _ = conductor.start(conductor.parts[0], ())
+    program, _ = conductor.start(conductor.runtimes[0], ())
     assert not any("state" in name for name in program.saved.names)
     assert "_state" not in program.forward_module.code
 
@@ -204,7 +204,7 @@ def test_norms_come_back_from_their_statistics_bit_for_bit(name):
 def norms_replayed_in(model: nn.Module, x: torch.Tensor) -> int:
     call, conductor = compiled(model, keep_all)
     results(model, x, call)
-    return sum(node.op == NORMALIZE for node in conductor.parts[0].captured.graph.nodes)
+    return sum(node.op == NORMALIZE for node in conductor.runtimes[0].captured.graph.nodes)
 
 
 @pytest.mark.parametrize("rows", [2, 64])

@@ -219,7 +219,7 @@ def test_retained_tensors_are_not_watched(retains):
     model = hiremate(nn.Sequential(nn.Linear(128, 128), nn.GELU()), "100%", verbose=False)
     for index in range(2):
         output = model(batch(index, rows=256, width=128)) * 2
-        record = session_of(model).steps.current.record
+        record = session_of(model).steps.current.measurement
         output.sum().backward(retain_graph=retains)
 
     assert len(record._unwatch) == 2  # the batch, and the product
@@ -269,7 +269,7 @@ def test_graphs_that_a_hook_holds_do_not_pile_up():
             module.zero_grad()
             module(batch(index)).square().mean().backward()
             log += leave_behind(module)
-            kept.append(len(session_of(module).model.parts.retained()) if get_plan(module) else 0)
+            kept.append(len(session_of(module).model.runtimes.retained()) if get_plan(module) else 0)
         return log
 
     train_both(equilibrium, loop)

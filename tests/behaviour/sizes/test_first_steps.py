@@ -92,7 +92,7 @@ def peaks_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module, tuple[int,
         monkeypatch.setattr(watching.WatchPolicy, "choose_look", lambda *_, **__: MEASURED)
         for length in lengths:
             step(model, length)
-            records.append(session.steps.current.record)
+            records.append(session.steps.current.measurement)
         session.end_step()
         peaks = [record.peak_bytes for record in records if record is not None]  # a step may run as it is written
         assert peaks

@@ -18,8 +18,8 @@ from hiremate_lightning.signatures.eager_predictions import (
     ROUNDING,
     UNMEASURED_RATIO,
     UNMEASURED_WAY_RATIO,
-    CapturedStep,
     EagerPredictions,
+    LearnedStep,
     Prediction,
     SavedTensors,
 )
@@ -45,7 +45,7 @@ def bytes_at(rows: int, length: int) -> int:
 
 def captured(
     rows: int, length: int, code: StepSignature = SIGNATURE, times: int = 1, margin_bytes: int = 0, width: int = 8
-) -> CapturedStep:
+) -> LearnedStep:
     """A step that keeps tensors of its rows, its length and channels."""
     b = Builder()
     weight, x = b.input("w", width), b.input("x", 8, StorageKind.INPUT)
@@ -65,10 +65,10 @@ def captured(
         bytes_from=lambda first: times * rows * length,
         margin_bytes=margin_bytes,
     )
-    return CapturedStep((call(rows, length),), code, recorded)
+    return LearnedStep((call(rows, length),), code, recorded)
 
 
-def known(*steps: CapturedStep) -> EagerPredictions:
+def known(*steps: LearnedStep) -> EagerPredictions:
     """Make predictions from captured steps: one of SIGNATURE, one of OTHER, and more."""
     plain, more = EagerPredictions(), (StepSignature((number,)) for number in range(2, len(steps)))
     for signature, step in zip((SIGNATURE, OTHER, *more), steps, strict=False):

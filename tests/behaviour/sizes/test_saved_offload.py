@@ -15,7 +15,7 @@ from hiremate_lightning.planning.planner import make_options
 from hiremate_lightning.sessions import offloading
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.signatures.eager_predictions import SavedTensors
-from hiremate_lightning.targets.training_step import StepTarget
+from hiremate_lightning.targets.training_step import TrainingStepTarget
 from hiremate_lightning.testing import captured_count, session_of
 from tests.exact import simple_loop, take_steps, train_both
 
@@ -198,7 +198,7 @@ def test_a_whole_training_step_offloads_what_it_saves():
         torch.manual_seed(0)
         model = WithStep()
         session = Session(model, make_options(budget_of(60), verbose=False))
-        target = StepTarget(model, session)
+        target = TrainingStepTarget(model, session)
         if is_planned:
             target.attach()
         torch.manual_seed(1)

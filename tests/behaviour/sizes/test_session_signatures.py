@@ -84,7 +84,7 @@ def test_sizes_without_a_plan_stay_exact_and_within_the_budget():
 def is_watched_step(model: nn.Module, seed: int, rows: int = ROWS) -> bool:
     """Do a step; return whether its memory was recorded."""
     step(model, seed, rows)
-    return session_of(model).steps.current.record is not None
+    return session_of(model).steps.current.measurement is not None
 
 
 @pytest.mark.usefixtures("_captures_all", "without_made_code")
@@ -149,7 +149,7 @@ def test_two_signatures_in_turn_are_measured_and_then_left_alone():
         assert plan.measured.peak_bytes <= plan.budget_bytes
         assert plan.measured.step_ms > 0
     step(model, 20)
-    assert session.steps.current.record is None
+    assert session.steps.current.measurement is None
     assert session.steps.current.timed is None
 
 
@@ -278,13 +278,13 @@ def train_chosen(
         hiremate(model, "80%", verbose=False)
     for index, count in enumerate(rows):
         if index == len(rows) - 6:
-            counts += [session_of(model).model.parts.count] if is_planned else []
+            counts += [session_of(model).model.runtimes.count] if is_planned else []
             model.at_most, model.left_out = 6, 0.4
         model.zero_grad()
         with quiet():
             model(batch(index, count)).square().mean().backward()
         log += gradients(model)
-    return model, log, [*counts, session_of(model).model.parts.count] if is_planned else []
+    return model, log, [*counts, session_of(model).model.runtimes.count] if is_planned else []
 
 
 @pytest.mark.parametrize("varies", [False, True], ids=["one size", "sizes"])

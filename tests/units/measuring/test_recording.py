@@ -9,7 +9,7 @@ from torch import nn
 from hiremate_lightning import hiremate
 from hiremate_lightning.measuring.left import LeftOutputs
 from hiremate_lightning.measuring.recorded_calls import calls_of
-from hiremate_lightning.measuring.recording import StepRecord
+from hiremate_lightning.measuring.recording import StepMeasurement
 from hiremate_lightning.measuring.resident import Resident
 from hiremate_lightning.records.step import HELD_TO_THE_END, Call
 from hiremate_lightning.testing import session_of
@@ -30,7 +30,7 @@ def batch() -> torch.Tensor:
     return torch.randn(ROWS, WIDTH)
 
 
-def record_of(step, make=Net) -> tuple[StepRecord, list[Call], list[int]]:
+def record_of(step, make=Net) -> tuple[StepMeasurement, list[Call], list[int]]:
     """Run one step of a planned model; give its finished record, its calls, and the order of their backwards."""
     torch.manual_seed(0)
     model = hiremate(make(), "100%", verbose=False)
@@ -193,7 +193,7 @@ def test_the_peak_counts_no_update_whenever_an_output_is_let_go(outlives_update,
 
 def test_a_step_under_another_profiler_runs_unmeasured():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
-        record = StepRecord(torch.device("cpu"), sees_frees=True)
+        record = StepMeasurement(torch.device("cpu"), sees_frees=True)
     assert not record.is_measured
     assert record.peak_bytes is None
     record.close()
@@ -278,7 +278,7 @@ def test_outputs_of_the_step_before_are_seen_released(holds):
     for _ in range(2):
         held = output if holds == "the outputs" else None
         output = called(model.encoder(batch()), made if holds == "a new tensor" else None)
-        record, loss = session.steps.current.record, output.square().mean()
+        record, loss = session.steps.current.measurement, output.square().mean()
         del held
         loss.backward()
         session.end_step()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning.measuring.left import Iterations
-from hiremate_lightning.measuring.recording import StepRecord
+from hiremate_lightning.measuring.recording import StepMeasurement
 from hiremate_lightning.measuring.resident import BESIDE, Resident
 from hiremate_lightning.measuring.resident_memory import ResidentMemory
 
@@ -94,7 +94,7 @@ def test_growth_is_seen_until_it_is_counted():
 def test_large_tensors_that_nobody_counts_are_watched():
     """Then no release of one of them passes for memory that a step gives back."""
     memory, large, small = ResidentMemory(nn.Linear(2, 2)), torch.ones(2**13), torch.ones(8)
-    record, seen = StepRecord(torch.device("cpu"), sees_frees=True, root=memory.root), list[int]()
+    record, seen = StepMeasurement(torch.device("cpu"), sees_frees=True, root=memory.root), list[int]()
     record.watch_releases = lambda event, tensors: seen.extend(map(id, tensors))  # type: ignore[method-assign]
     memory.watch_releases(record, [])
     record.close(at_once=True)

@@ -37,7 +37,7 @@ from hiremate_lightning.records.offload import (
 )
 from hiremate_lightning.records.schedule import CopyOut, Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import simulate
-from hiremate_lightning.records.step import Call, Step, merge
+from hiremate_lightning.records.step import Call, MergedStep, merge
 from tests.behaviour.processes.test_shared_solving import Store
 from tests.tiny import chain, room, transformer
 
@@ -50,23 +50,23 @@ def nothing_found_before():
     solutions.forget()
 
 
-def step_of(step, link: Link = FAST) -> Step:
+def step_of(step, link: Link = FAST) -> MergedStep:
     graph, profile = step
     return merge([Call(graph, replace(profile, link=link))], [0])
 
 
-def drawn_once(length: int = 8) -> Step:
+def drawn_once(length: int = 8) -> MergedStep:
     """A chain of which nothing can be computed again."""
     graph, profile = chain(length)
     return step_of((replace(graph, nodes=tuple(replace(n, is_random=True) for n in graph.nodes)), profile))
 
 
-def plan_of(step: Step, budget_bytes: int, host: Host | None = HOST, **options) -> Plan:
+def plan_of(step: MergedStep, budget_bytes: int, host: Host | None = HOST, **options) -> Plan:
     options = SessionOptions(time_limit_s=2.0, **options)
     return unless_short(make_plan(step, room(budget_bytes), options, host=host))
 
 
-def share_of(step: Step, share: float) -> int:
+def share_of(step: MergedStep, share: float) -> int:
     return int(share * simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph))).peak_bytes)
 
 
@@ -224,7 +224,7 @@ def test_pofo_offloads_less_by_a_slow_link_and_is_rotor_without():
 # ---------------------------------------------------------------- several calls
 
 
-def two_calls() -> tuple[Step, list[Call]]:
+def two_calls() -> tuple[MergedStep, list[Call]]:
     """A step of two chains, the second of which reads what the first returns."""
     calls = []
     for index in range(2):
@@ -234,7 +234,7 @@ def two_calls() -> tuple[Step, list[Call]]:
     return merge(calls, [1, 0]), calls
 
 
-def own_schedules(step: Step, calls: list[Call], plan: Plan) -> list[tuple[Graph, Schedule]]:
+def own_schedules(step: MergedStep, calls: list[Call], plan: Plan) -> list[tuple[Graph, Schedule]]:
     """Offload in each call what a plan of the step offloads there."""
     rows = step.split(plan.solution.recompute)
     offloads = split_offloads(step, plan.solution.recompute, plan.solution.offloads)

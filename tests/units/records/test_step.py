@@ -14,7 +14,7 @@ from hiremate_lightning.planning.solvers.model import StepModel, decisions
 from hiremate_lightning.records.graph import OUTSIDE, Direction, Graph, StorageKind
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate, simulate_eager
-from hiremate_lightning.records.step import HELD_TO_THE_END, Call, Gap, OutsideStage, Step, merge
+from hiremate_lightning.records.step import HELD_TO_THE_END, Call, Gap, MergedStep, OutsideStage, merge
 from tests.helpers import lazy_rows, random_graph
 from tests.tiny import KB, Builder, chain, recompute_lazily
 
@@ -358,7 +358,7 @@ def at_other_size(call: Call, times: int) -> Call:
     )
 
 
-def check_peaks(replays: Latest, step: Step, candidates: list, code: str) -> None:
+def check_peaks(replays: Latest, step: MergedStep, candidates: list, code: str) -> None:
     problem = Problem(step.graph, step.profile, 0)
     sized = step.sharing([code], replays)
     for candidate in candidates:
@@ -368,7 +368,7 @@ def check_peaks(replays: Latest, step: Step, candidates: list, code: str) -> Non
     assert sized.eager_bytes == simulate_eager(step.graph, step.profile).peak_bytes
 
 
-def some_decisions(graph: Graph, step: Step) -> list:
+def some_decisions(graph: Graph, step: MergedStep) -> list:
     """Return what keeps everything, and a few lazy recomputations."""
     model = StepModel(Problem(graph, step.profile, 0))
     rows = [row for row, _ in zip(lazy_rows(model), range(5), strict=False)]

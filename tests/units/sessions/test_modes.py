@@ -8,7 +8,7 @@ import pytest
 
 from hiremate_lightning.measuring.resident import Resident
 from hiremate_lightning.planning.solvers import get_strategy
-from hiremate_lightning.sessions.modes import Eager, GivenBack, Offloaded, StepFacts, step_mode
+from hiremate_lightning.sessions.modes import Eager, GivenBack, ModeFacts, Offloaded, step_mode
 from hiremate_lightning.sessions.offloading import Offloading
 from hiremate_lightning.signatures.eager_predictions import EagerPredictions, Prediction, SavedTensors
 from hiremate_lightning.signatures.limits import Limits
@@ -27,7 +27,7 @@ def facts(
     is_begun: bool = False,
     is_worth_capturing: bool = False,
     has_room: bool = True,
-) -> StepFacts:
+) -> ModeFacts:
     """Return the facts of a step; `fits` is the fastest mode in which it fits without a plan, None for none."""
     plan = plan_keeping(*chain(3), ["a0", "a1", "a2"] if is_gainless else [])
     signature = StepSignature((0,), step=STEP, plan=plan.with_measured(step_ms=1.0))
@@ -37,7 +37,7 @@ def facts(
     predictions.predict.return_value = None if fits is None else Prediction(fits, 10, 10)
     offloading = create_autospec(Offloading, instance=True)
     offloading.has_room.return_value = has_room
-    return StepFacts(
+    return ModeFacts(
         calls=[],
         likely=signature,
         begun=GivenBack(Prediction(IN_MEMORY, 10, 10), signature, is_at_its_sizes=True) if is_begun else None,

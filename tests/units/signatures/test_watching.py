@@ -14,10 +14,10 @@ from hiremate_lightning.signatures.step_signature import Reason, StepSignature
 from hiremate_lightning.signatures.watching import (
     IN_A_ROW,
     TO_PLAN,
-    BeginningStep,
     Look,
     LookSchedule,
     Shown,
+    WatchFacts,
     WatchPolicy,
 )
 
@@ -70,7 +70,7 @@ class Training:
         has_peak, has_time = self.planned.get(signature, (False, False))
         likely, first = (graphs and self.history.get_or_make(graphs) for graphs in (signature, foreseen))
         likely = planned(likely, has_peak, has_time, self._may_grow)
-        return self.policy.choose_look(BeginningStep(likely, first, size_bytes))
+        return self.policy.choose_look(WatchFacts(likely, first, size_bytes))
 
     def _learn(self, signature: tuple[int, ...], look: Look) -> Shown:
         sees_frees = self._sees_frees or self._was_measured
@@ -111,11 +111,11 @@ def test_each_step_has_its_reason_to_be_watched(known, foreseen, size_bytes, rea
     policy, history = WatchPolicy(), History()
     signature = history.get_or_make(SIGNATURE)
     for _ in range(8):
-        look = policy.choose_look(BeginningStep(planned(signature), signature, SIZE))
+        look = policy.choose_look(WatchFacts(planned(signature), signature, SIZE))
         policy.step_ended(look, signature)
     policy.missed(history.get_or_make(OTHER))
     likely = None if known is None else planned(signature, **known)
-    step = BeginningStep(likely, foreseen and history.get_or_make(foreseen), size_bytes)
+    step = WatchFacts(likely, foreseen and history.get_or_make(foreseen), size_bytes)
     is_timed = reason is Reason.TIME
     is_measured = reason is not None and not is_timed
     assert policy.choose_look(step) == Look(reason, is_measured, is_timed)
@@ -203,17 +203,17 @@ def test_growth_that_comes_again_is_measured_ever_more_rarely():
 
 def test_what_failed_is_not_counted():
     policy = WatchPolicy()
-    policy.choose_look(BeginningStep(None, None, SIZE))  # and does not end
-    assert policy.choose_look(BeginningStep(None, None, SIZE)).is_measured
+    policy.choose_look(WatchFacts(None, None, SIZE))  # and does not end
+    assert policy.choose_look(WatchFacts(None, None, SIZE)).is_measured
 
 
 def test_a_state_of_a_higher_peak_is_measured_at_its_third_step():
     policy, signature = WatchPolicy(), History().get_or_make(SIGNATURE)
-    look = policy.choose_look(BeginningStep(planned(signature, has_peak=False), signature, SIZE))
+    look = policy.choose_look(WatchFacts(planned(signature, has_peak=False), signature, SIZE))
     policy.step_ended(look, signature, Shown.PEAK)
     found = []
     for _ in range(3):
-        look = policy.choose_look(BeginningStep(planned(signature, is_higher=True), signature, SIZE))
+        look = policy.choose_look(WatchFacts(planned(signature, is_higher=True), signature, SIZE))
         found.append((look.is_measured, look.is_timed))
         policy.step_ended(look, signature)
     assert found == [(False, False), (False, False), (True, False)]

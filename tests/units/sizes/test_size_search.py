@@ -10,7 +10,7 @@ from hiremate_lightning.options import Objective, SessionOptions
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.expressions import Line
 from hiremate_lightning.records.graph import Graph
-from hiremate_lightning.records.step import Step
+from hiremate_lightning.records.step import MergedStep
 from hiremate_lightning.sizes.size_search import TOLERANCE, Forecast, Limit, search
 from tests.tiny import chain
 
@@ -25,7 +25,7 @@ def step(size: int) -> tuple[Graph, Profile]:
 
 
 def forecast(limit: int, fixed_ms: float = 0.0, validation: Line | None = None) -> Forecast:
-    samples = {n: Step(*step(n), owners=(), spans=()) for n in (2, 4)}
+    samples = {n: MergedStep(*step(n), owners=(), spans=()) for n in (2, 4)}
     resident = Line((2, 4), [FIXED + 100 * n for n in (2, 4)])
     return Forecast(samples, 1, resident, limit, OPTIONS, fixed_ms, validation)
 

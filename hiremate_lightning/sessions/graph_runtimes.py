@@ -14,13 +14,13 @@ from ..options import SessionOptions
 from ..records.costs import Profile
 from ..reporting.report import Reporter
 from ..rewriting.kernels import FusedKernels
-from ..running.execution import Conductor, Part, Saved
+from ..running.execution import Conductor, GraphRuntime, Saved
 
 
-class Parts:
+class GraphRuntimes:
     """Numbers the captured graphs of a session, in the order of their capture.
 
-    Parts are held weakly: traces of sizes that have not come for long are dropped.
+    Runtimes are held weakly: traces of sizes that have not come for long are dropped.
 
     Args:
         options: The options of the session.
@@ -31,8 +31,8 @@ class Parts:
 
     Attributes:
         fuses: Whether operations are fused.
-        count: Number of parts so far.
-        traced_count: Number of captures so far; other parts were made from these, for other sizes.
+        count: Number of runtimes so far.
+        traced_count: Number of captures so far; other runtimes were made from these, for other sizes.
     """
 
     def __init__(
@@ -47,42 +47,42 @@ class Parts:
         self._reporter, self._kernels, self._warn, self._measures_link = reporter, kernels, warn, measures_link
         self.fuses = kernels is not None
         self.count = self.traced_count = 0
-        self._parts: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
+        self._runtimes: weakref.WeakValueDictionary[int, GraphRuntime] = weakref.WeakValueDictionary()
 
     def captured_again(self) -> None:
-        """Count a capture of code for which there is a part already."""
+        """Count a capture of code for which there is a runtime already."""
         self.traced_count += 1
 
     @property
-    def all(self) -> list[Part]:
-        """The parts that still exist, in the order of their capture."""
-        return [part for reference in self._parts.valuerefs() if (part := reference()) is not None]
+    def all(self) -> list[GraphRuntime]:
+        """The runtimes that still exist, in the order of their capture."""
+        return [runtime for reference in self._runtimes.valuerefs() if (runtime := reference()) is not None]
 
-    def numbered(self, numbers: Iterable[int]) -> list[Part]:
-        """List the parts with these numbers, without those that were dropped."""
-        return [part for number in numbers if (part := self._parts.get(number)) is not None]
+    def numbered(self, numbers: Iterable[int]) -> list[GraphRuntime]:
+        """List the runtimes with these numbers, without those that were dropped."""
+        return [runtime for number in numbers if (runtime := self._runtimes.get(number)) is not None]
 
-    def waiting(self) -> list[tuple[Part, Saved]]:
-        """List the saved tensors of forwards whose backward has not run yet, with their parts."""
-        return [(part, saved) for part in self.all for saved in part.waiting()]
+    def waiting(self) -> list[tuple[GraphRuntime, Saved]]:
+        """List the saved tensors of forwards whose backward has not run yet, with their runtimes."""
+        return [(runtime, saved) for runtime in self.all for saved in runtime.waiting()]
 
     def retained(self) -> list[Saved]:
         """List the saved tensors that stay for another backward after one has run (`retain_graph=True`)."""
-        return [saved for part in self.all for saved in part.retained()]
+        return [saved for runtime in self.all for saved in runtime.retained()]
 
-    def add(self, captured: Captured, conductor: Conductor, profile: Profile | None = None) -> Part:
-        """Make a part of a captured graph; without a profile its costs are measured as it first runs."""
-        part = Part(captured, conductor, self.count, profile)
-        self._parts[self.count] = part
+    def add(self, captured: Captured, conductor: Conductor, profile: Profile | None = None) -> GraphRuntime:
+        """Make the runtime of a captured graph; without a profile its costs are measured as it first runs."""
+        runtime = GraphRuntime(captured, conductor, self.count, profile)
+        self._runtimes[self.count] = runtime
         self.count += 1
         self.traced_count += profile is None
-        return part
+        return runtime
 
-    def measure_once(self, part: Part) -> Profile:
-        """Compile the fused operations of a part and measure each operation, the first time; return the costs."""
-        if part.profile is not None:
-            return part.profile
-        captured = part.captured = without_unsteady(part.captured, self._recomputable)
+    def measure_once(self, runtime: GraphRuntime) -> Profile:
+        """Return the costs of a captured graph; the first time, compile its fused operations, and measure all."""
+        if runtime.profile is not None:
+            return runtime.profile
+        captured = runtime.captured = without_unsteady(runtime.captured, self._recomputable)
         if self._kernels is not None:
             with self._reporter.stage("compiling"), undisturbed(captured.device):
                 self._kernels.compile(lambda done, total: self._reporter.progress("kernels", done, total))
@@ -94,7 +94,7 @@ class Parts:
                 # One warning for each operator: at other sizes only numbers in the text differ.
                 warn=lambda op, why: self._warn(why, topic=f"{op} is not measured"),
             )
-            part.profile = profile
+            runtime.profile = profile
             if self._measures_link():
-                part.profile = replace(profile, link=self._costs.link_of(captured.device))
-        return part.profile
+                runtime.profile = replace(profile, link=self._costs.link_of(captured.device))
+        return runtime.profile
