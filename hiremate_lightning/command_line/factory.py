@@ -104,7 +104,12 @@ class Workload:
             args = tuple(make_input(named, size) for named in self.inputs if not named.name)
             kwargs = {named.name: make_input(named, size) for named in self.inputs if named.name}
             call = ModelCall(call.module, args, kwargs)
-            _check_call(call)
+            if fault := _misfit(call.module.forward, *args, **kwargs):
+                raise ConfigurationError(
+                    f"{type(call.module).__name__} can't be called with --input as it is ({fault}): its forward takes "
+                    f"{inspect.signature(call.module.forward)}. A comma separates inputs, and NAME=SHAPE passes one by "
+                    "keyword."
+                )
         if not call.args and not call.kwargs:
             raise ConfigurationError(
                 f"{self.name} gives a module without inputs. Name them, such as --input 64x3x224x224, "
@@ -115,30 +120,24 @@ class Workload:
     def _called(self) -> Any:
         if isinstance(self.factory, nn.Module) or not callable(self.factory):
             return self.factory
-        try:
-            inspect.signature(self.factory).bind()
-        except TypeError as error:
+        if fault := _misfit(self.factory):
             raise ConfigurationError(
-                f"{self.name} can't be called without arguments ({error}). Write a function that gives {FORMS}."
-            ) from None
-        except ValueError:  # a callable written in C has no signature
-            pass
+                f"{self.name} can't be called without arguments ({fault}). Write a function that gives {FORMS}."
+            )
         return self.factory()
 
 
-def _check_call(call: ModelCall) -> None:
-    """Check that a module's forward takes the number and the keywords of the inputs."""
+def _misfit(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Return why a function can't take the number or the keywords of some arguments; "" if it can."""
     try:
-        signature = inspect.signature(call.module.forward)
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C: its call will raise the error
-        return
+        return ""
     try:
-        signature.bind(*call.args, **call.kwargs)
+        signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise ConfigurationError(
-            f"{type(call.module).__name__} can't be called with --input as it is ({error}): its forward takes "
-            f"{signature}. A comma separates inputs, and NAME=SHAPE passes one by keyword."
-        ) from None
+        return str(error)
+    return ""
 
 
 # ---------------------------------------------------------------- on tensors without memory

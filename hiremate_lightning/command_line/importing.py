@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +69,10 @@ def find_factory(text: str) -> Any:
 
 
 def _import_file(path: Path) -> Any:
-    loader = SourceFileLoader(path.stem, str(path))
-    specification = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
-    assert specification is not None, "it has a loader"
+    specification: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(specification)
     sys.modules.setdefault(path.stem, module)  # dataclasses look up their module
-    loader.exec_module(module)
+    specification.loader.exec_module(module)
     return module
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import fx, nn
@@ -54,9 +55,8 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self.sent = Counter[str]()  # bytes of collectives so far, by kind (COLLECTIVES)
         self._device, self._allocated = device, partial(allocated_bytes, device=device)
-        storages = {tensor_state.storage_id(tensor): tensor.untyped_storage() for tensor in resized}
-        self._resized = [(storage, storage.nbytes()) for storage in storages.values()]
-        self._known = set(storages)
+        self._known = WeakSet(tensor.untyped_storage() for tensor in resized)  # the storages that are counted
+        self._resized = [(storage, storage.nbytes()) for storage in self._known]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -77,19 +77,15 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
         inputs, outputs = _dense_among((args, kwargs)), _dense_among(result)
         if (kind := COLLECTIVES.get(func.name().partition(".")[0])) is not None:
             self.sent[kind] += max((t.nbytes for t in (*inputs, *outputs)), default=0)
-        existing = {tensor_state.storage_id(tensor) for tensor in inputs}
+        existing = {tensor.untyped_storage() for tensor in inputs}
         for tensor in outputs:
-            storage = tensor_state.storage_id(tensor)
+            storage = tensor.untyped_storage()
             if storage not in existing and storage not in self._known:
-                size_bytes = self._allocated(tensor.untyped_storage().nbytes())
+                size_bytes = self._allocated(storage.nbytes())
                 self._known.add(storage)
-                tensor_state.at_release(tensor, partial(self._released, storage, size_bytes))
+                tensor_state.at_release(tensor, partial(self.add, -size_bytes))
                 self.add(size_bytes)
         return result
-
-    def _released(self, storage: int, size_bytes: int) -> None:
-        self._known.discard(storage)
-        self.add(-size_bytes)
 
     def start(self) -> None:
         """Begin to count; the first interval is called "start"."""
@@ -322,25 +318,15 @@ def _styles_of(root: nn.Module) -> dict[str, str]:
 
 def repeated_blocks(root: nn.Module) -> list[nn.Module]:
     """List the outermost modules with children that have a sibling of the same class: the layers of a transformer."""
-    repeated = list[nn.Module]()
-    waiting = [root]
-    while waiting:
-        children = [child for child in waiting.pop(0).children() if next(child.parameters(), None) is not None]
-        kinds = Counter(type(child) for child in children if next(child.children(), None) is not None)
-        blocks = [child for child in children if kinds[type(child)] > 1]
-        repeated += blocks
-        waiting += [child for child in children if child not in blocks]
-    return repeated
+    children = [child for child in root.children() if next(child.parameters(), None) is not None]
+    kinds = Counter(type(child) for child in children if next(child.children(), None) is not None)
+    blocks = ([child] if kinds[type(child)] > 1 else repeated_blocks(child) for child in children)
+    return [block for found in blocks for block in found]
 
 
-def planned_paths(root: nn.Module) -> list[str]:
-    """List the paths of the outermost trained modules that have no units below them; "" without sharding."""
-    if not sharding.has_units_below(root):
-        return [""]
-    paths = list[str]()
-    for path, module in root.named_modules():
-        is_inside = any(path.startswith(f"{outer}.") for outer in paths)
-        trains = any(p.requires_grad for p in module.parameters())
-        if trains and not is_inside and not sharding.has_units_below(module):
-            paths.append(path)
-    return paths
+def planned_paths(module: nn.Module, path: str = "") -> list[str]:
+    """List the paths of the outermost trained modules that have no units below them: the module's own without units."""
+    if not sharding.has_units_below(module):
+        return [path] if any(p.requires_grad for p in module.parameters()) else []
+    below = (planned_paths(child, f"{path}.{name}".lstrip(".")) for name, child in module.named_children())
+    return [inner for paths in below for inner in paths]
