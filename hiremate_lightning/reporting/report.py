@@ -21,7 +21,7 @@ from typing import Any
 import rich
 import torch.distributed
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from .. import thresholds
@@ -69,7 +69,6 @@ class Reporter:
         self.total = PlanningTime()  # the seconds of all stages so far
         self._console = console
         self._progress: Progress | None = None
-        self._tasks: list[TaskID] = []
         self._planning_s = 0.0  # the latest reported seconds of planning
         self._open: list[str] = []  # stages under way, if no progress can be drawn
         self._stages_s = 0.0  # seconds of the stages since the latest plan
@@ -121,12 +120,11 @@ class Reporter:
             finally:
                 self._progress = None
             return
-        self._tasks.append(self._progress.add_task(name, total=None, detail=""))
+        task = self._progress.add_task(name, total=None, detail="")
         try:
             yield
         finally:
-            task = self._tasks.pop()
-            if self._tasks:  # the outermost one vanishes with the whole drawing
+            if len(self._progress.task_ids) > 1:  # the outermost one vanishes with the whole drawing
                 self._progress.remove_task(task)
 
     @contextmanager
@@ -154,9 +152,9 @@ class Reporter:
 
     def progress(self, description: str, completed: float, total: float | None = None) -> None:
         """Show how far the stage under way is, and what is counted; show nothing outside of a stage."""
-        if self._progress is not None and self._tasks:
+        if self._progress is not None:
             detail = description if total is None else f"{completed:g}/{total:g} {description}"
-            self._progress.update(self._tasks[-1], completed=completed, total=total, detail=detail)
+            self._progress.update(self._progress.task_ids[-1], completed=completed, total=total, detail=detail)
 
     def solving(self, step_ms: float) -> Callable[[float, float], None]:
         """Return a `SolveOptions.progress` that shows the progress of a solve; `step_ms` is the eager step's time.

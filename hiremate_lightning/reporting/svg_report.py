@@ -58,6 +58,7 @@ STROKE = '<path d="M{{x}} {{y}}m-6 0h12" {look}/>'
 SQUARE = '<rect x="{{x}}" y="{{y}}" transform="translate(-6 -6)" width="12" height="12" rx="2" {look}/>'
 FOUND_DOT = f'<circle cx="{{x}}" cy="{{y}}" r="3" fill="{COLOURS[Band.SAVED]}"/>'
 FOUND_LINE = f'stroke="{COLOURS[Band.SAVED]}" fill="none" stroke-width="2"'
+STRAIGHT, ACROSS_FIRST, UP_FIRST = "L{x} {y}", "H{x}V{y}", "V{y}H{x}"  # steps of a line to the next point
 PROVEN, PROVEN_LINE = "proven: nothing is faster", f'{FAINT_LINE} fill="none" stroke-width="2"'
 
 Point = tuple[float, float]  # values of the horizontal and the vertical axis, such as bytes and an extra time (a ratio)
@@ -180,15 +181,10 @@ class Axes:
                 yield _text(self.x(tick * scale), bottom + 16, f"{tick:g}", 'text-anchor="middle"')
         yield _text((left + right) / 2, bottom + 16 + LINE, words, f'text-anchor="middle" {look}')
 
-    def line(self, points: Sequence[Point]) -> str:
-        """Connect points by straight lines."""
-        return "M" + "L".join(f"{x} {y}" for x, y in map(self.place, points))
-
-    def steps(self, points: Sequence[Point], order: str) -> str:
-        """Connect points by horizontal (H) and vertical (V) lines, in the given order."""
-        (x, y), *places = map(self.place, points)
-        moves = (f"{move}{x if move == 'H' else y}" for x, y in places for move in order)
-        return f"M{x} {y}{''.join(moves)}"
+    def line(self, points: Iterable[Point], step: str) -> str:
+        """Connect points, each step from one to the next by `STRAIGHT` or by lines along the axes."""
+        first, *places = map(self.place, points)
+        return _marked("M{x} {y}", first) + "".join(_marked(step, place) for place in places)
 
 
 def lay_out(entries: Iterable[tuple[str, str]], top: float, width: int) -> tuple[list[str], float]:
@@ -300,19 +296,18 @@ class Series:
     points: tuple[Point, ...]  # in order of budgets
     mark: str = ""  # the mark at each point
     look: str = ""  # style of the line through the points
-    order: str = ""  # of the line's horizontal (H) and vertical (V) parts; "" for straight lines
+    step: str = STRAIGHT  # how the line goes from one point to the next
     end: tuple[Point, ...] = ()  # where the line continues to, without marks
 
     @property
     def key(self) -> str:
         """The mark before the name in a legend."""
-        return self.mark if self.mark and not self.order else STROKE.format(look=self.look)
+        return self.mark if self.mark and self.step == STRAIGHT else STROKE.format(look=self.look)
 
     def draw(self, axes: Axes) -> Iterator[str]:
         """Draw the line and the marks; a method's marks show their values under the pointer."""
         if self.look and self.points:
-            line = axes.steps(self.points, self.order) if self.order else axes.line([*self.points, *self.end])
-            yield _path(line, self.look)
+            yield _path(axes.line((*self.points, *self.end), self.step), self.look)
         for point in self.points if self.mark else ():
             mark = _marked(self.mark, axes.place(point))
             title = f"<title>{escape(f'{self.name}: +{100 * point[1]:.1f} %')}</title>"
@@ -380,15 +375,12 @@ def frontier_of(plan: Plan, curve: Curve) -> Panel:
     last = curve.points[-1]  # the point of most memory
     most = max(plan.unplanned.peak_bytes, last.peak_bytes)
     fastest = [place(point.peak_bytes, point.extra_ms) for point in (*curve.points, replace(last, peak_bytes=most))]
-    bounds, best_ms = list[Point](), 0.0
-    for budget, bound_ms in () if plan.solution.offloads else reversed(curve.bounds):  # for plans without offloads
-        best_ms = max(best_ms, bound_ms)  # a bound holds for each smaller budget too
-        if budget <= most:
-            bounds.append(place(budget, best_ms))
+    budgets = [budget for budget, _ in curve.bounds if budget <= most and not plan.solution.offloads]
+    bounds = [place(budget, curve.solution(budget).bound_ms) for budget in budgets]  # for plans without offloads
     predicted = place(plan.planned.peak_bytes, plan.planned.extra_ms)
     series = [
-        Series("fastest schedule found", tuple(fastest), FOUND_DOT, FOUND_LINE, "HV"),
-        Series(PROVEN, tuple(reversed(bounds)), look=PROVEN_LINE, order="VH"),
+        Series("fastest schedule found", tuple(fastest), FOUND_DOT, FOUND_LINE, ACROSS_FIRST),
+        Series(PROVEN, tuple(bounds), look=PROVEN_LINE, step=UP_FIRST),
         Series("plain training", ((plan.unplanned_peak_bytes, 0.0),), RING),
         Series("this plan, predicted", (predicted,), DOT),
     ]

@@ -58,7 +58,7 @@ def plan_table(plan: Plan) -> RenderableType:
 
     def draw(width: int, is_ascii: bool) -> Panel:
         numbers = all_numbers(plan)
-        timeline = timeline_text(plan, width - 4)  # less the panel's border and padding
+        timeline = Timeline(plan, width - 4).draw()  # less the panel's border and padding
         shown = Group(_facts(numbers, is_ascii), "", module_table(rows_of(numbers)), "", timeline)
         return Panel(shown, title=Text(plan_title(plan), "bold"), title_align="left", width=width, border_style=FAINT)
 
@@ -139,17 +139,14 @@ def _level(share: float) -> str:
 # ---------------------------------------------------------------- the memory timeline
 
 
-def timeline_text(plan: Plan, width: int) -> Text:
-    """Draw the memory of the planned step in front of the eager step's: time to the right, bytes upwards.
+class Timeline:
+    """The memory of the planned step in front of the eager step's: time to the right, bytes upwards.
 
     The vertical axis starts at the resident bytes; the budget is a line, unless it is far above all memory. Each column
     shows the most bytes of its time, with the bytes of offloaded values at the bottom. The width, with labels, is at
     least 40 columns.
     """
-    return _Timeline(plan, width).draw()
 
-
-class _Timeline:
     def __init__(self, plan: Plan, width: int) -> None:
         self.plan, self.width, self.run = plan, width, planned_run(plan)
         self.end_ms = max(plan.planned.time_ms, plan.unplanned.time_ms)  # at the right edge
@@ -165,6 +162,7 @@ class _Timeline:
         self.spans = list(self.run.spans(self.columns, self.end_ms))
 
     def draw(self) -> Text:
+        """Draw all rows, from the legend down to the axis."""
         top, budget, resident = self.labels
         plain, planned, again = self._levels(eager_run(self.plan)), self._levels(self.run), self._recomputes()
         rows = max(math.ceil(self.top_bytes / self.row_bytes - 1e-9), self.budget_row)
