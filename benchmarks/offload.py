@@ -33,8 +33,9 @@ from hiremate_lightning.planning.solvers import (
     get_strategy,
     smallest_budget,
 )
+from hiremate_lightning.planning.solvers.base import replay_solution
 from hiremate_lightning.planning.solvers.model import StepModel
-from hiremate_lightning.planning.solvers.offload import Choice, fastest_choice, least_bytes, offload_bound
+from hiremate_lightning.planning.solvers.offload import fastest_choice, least_bytes, offload_bound
 from hiremate_lightning.records.costs import A100, Link, Machine
 from hiremate_lightning.records.offload import Host
 from hiremate_lightning.records.schedule import keep_all
@@ -84,7 +85,7 @@ class Row:
     share: float
     problem: Problem
     without: Solution
-    choice: Choice | None
+    choice: Solution | None
     bound_ms: float | None
 
     def cells(self) -> list[str]:
@@ -97,7 +98,7 @@ class Row:
         alone = percent(self.without.recompute_ms) if self.without.is_feasible else "none found"
         if choice is None:
             return [f"{100 * self.share:.0f}", alone, "none found", percent(self.bound_ms), ""]
-        host = format_bytes(choice.simulation.host_bytes) if choice.offloads else "declines"
+        host = format_bytes(replay_solution(self.problem, choice).host_bytes) if choice.offloads else "declines"
         return [f"{100 * self.share:.0f}", alone, percent(choice.extra_ms), percent(self.bound_ms), host]
 
 
@@ -130,7 +131,7 @@ def rows(whole: Problem, found: dict[float, Solution], schedules: list[Decisions
         problem = replace(whole, budget_bytes=int(share * eager_bytes))
         model = StepModel(replace(problem, options=SolveOptions(BOUND_LIMIT_S)))
         bound_ms = offload_bound(model, problem.budget_bytes, BOUND_LIMIT_S)
-        yield Row(share, problem, without, fastest_choice(problem, schedules), bound_ms)
+        yield Row(share, problem, without, fastest_choice(problem, schedules, without), bound_ms)
 
 
 def write(name: str, is_toy: bool, limit_s: float) -> None:

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
 from itertools import pairwise
 
 import numpy as np
 
 from ...errors import ConfigurationError
-from ...records.offload import Host, Idle, Offload, idle_storages, with_offloads
+from ...records.offload import Host, Idle, Offload, idle_storages
 from ...records.schedule import Schedule, keep_all, lower
 from ...records.simulation import Simulation, simulate
 from ...records.step import Decisions
-from .base import Problem, Solution, Status, Strategy, with_decisions
+from .base import Problem, Solution, Status, Strategy, replay, with_decisions
 from .least_memory import smallest_budget
 from .model import StepModel
 from .turn_point import lower_bound
@@ -35,35 +35,19 @@ PROPOSALS: dict[str, Callable[[Problem], Iterator[Decisions]]] = {}
 """By name of a strategy: a function that yields its schedules above the budget, for offloading."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Decisions to recompute and to offload, with their simulation."""
+def fastest_choice(problem: Problem, candidates: Iterable[Decisions], solution: Solution) -> Solution | None:
+    """Offload the excess of each candidate; return `solution` with the fastest decisions that fit, None if none fit.
 
-    recompute: Decisions
-    offloads: tuple[Offload, ...]
-    simulation: Simulation
-
-    @property
-    def extra_ms(self) -> float:
-        """Time of recomputation plus waits for copies."""
-        return self.simulation.extra_ms
-
-    def instead_of(self, problem: Problem, solution: Solution) -> Solution:
-        """Return a feasible solution with these decisions in place of its own."""
-        return with_decisions(problem, replace(solution, status=Status.FEASIBLE), self.recompute, self.offloads)
-
-
-def fastest_choice(problem: Problem, candidates: Iterable[Decisions]) -> Choice | None:
-    """Offload the excess of each candidate; return the fastest choice that fits, of equals the least offloaded."""
-    choices: list[Choice] = []
+    Of equally fast decisions, those that offload the fewest bytes win.
+    """
+    choices, sizes = list[Solution](), problem.graph.sizes
     for recompute in dict.fromkeys(candidates):
-        schedule = lower(problem.graph, recompute)
-        for offloads in _ways(problem, schedule):
+        for offloads in _ways(problem, lower(problem.graph, recompute)):
             if problem.host.holds(problem.graph, offloads):
-                done = simulate(problem.graph, problem.profile, with_offloads(problem.graph, schedule, offloads))
-                if done.peak_bytes <= problem.budget_bytes:
-                    choices.append(Choice(recompute, offloads, done))
-    return min(choices, key=lambda choice: (choice.extra_ms, choice.simulation.host_bytes), default=None)
+                choices.append(with_decisions(problem, solution, recompute, offloads))
+    fitting = (choice for choice in choices if choice.peak_bytes <= problem.budget_bytes)
+    fastest = min(fitting, key=lambda c: (c.extra_ms, sum(sizes[o.storage] for o in c.offloads)), default=None)
+    return fastest and replace(fastest, status=Status.FEASIBLE)
 
 
 def least_bytes(problem: Problem, candidates: Iterable[Decisions]) -> int | None:
@@ -74,12 +58,10 @@ def least_bytes(problem: Problem, candidates: Iterable[Decisions]) -> int | None
     """
     peaks = list[int]()
     for recompute in dict.fromkeys(candidates):
-        schedule = lower(problem.graph, recompute)
-        idle = idle_storages(problem.graph, schedule, problem.host.pinned)
+        idle = idle_storages(problem.graph, lower(problem.graph, recompute), problem.host.pinned)
         offloads = [Offload(i.storage, i.made, i.last, i.first) for i in idle]
         if problem.host.holds(problem.graph, offloads):
-            done = simulate(problem.graph, problem.profile, with_offloads(problem.graph, schedule, offloads))
-            peaks.append(done.peak_bytes)
+            peaks.append(replay(problem, recompute, offloads).peak_bytes)
     return min(peaks, default=None)
 
 
@@ -239,8 +221,7 @@ def least_with_offloads(problem: Problem, smallest: Solution) -> Solution:
     least = least_bytes(problem, candidates)
     if least is None or least >= smallest.peak_bytes:
         return smallest
-    choice = fastest_choice(replace(problem, budget_bytes=least), candidates)
-    return smallest if choice is None else choice.instead_of(problem, smallest)
+    return fastest_choice(replace(problem, budget_bytes=least), candidates, smallest) or smallest
 
 
 class _Improving:
@@ -259,9 +240,9 @@ class _Improving:
         alone = self._alone
         if bound_ms is None or (alone.is_feasible and alone.extra_ms <= bound_ms + self._problem.gap_ms):
             return self._proven(alone, bound_ms)
-        choice = fastest_choice(self._problem, self._candidates())
+        choice = fastest_choice(self._problem, self._candidates(), alone)
         if choice is not None and (not alone.is_feasible or choice.extra_ms < alone.extra_ms - self._problem.gap_ms):
-            return self._proven(choice.instead_of(self._problem, alone), bound_ms)
+            alone = choice
         return self._proven(alone, bound_ms)
 
     def _candidates(self) -> Iterator[Decisions]:

@@ -11,9 +11,9 @@ from itertools import combinations, product
 import pytest
 
 from hiremate_lightning.errors import ConfigurationError
-from hiremate_lightning.planning.solvers.base import UNLIMITED, Problem
+from hiremate_lightning.planning.solvers.base import UNLIMITED, Problem, Solution, Status, replay_solution
 from hiremate_lightning.planning.solvers.model import StepModel, decisions
-from hiremate_lightning.planning.solvers.offload import Choice, fastest_choice, least_bytes, offload_bound
+from hiremate_lightning.planning.solvers.offload import fastest_choice, least_bytes, offload_bound
 from hiremate_lightning.planning.solvers.turn_point import lower_bound
 from hiremate_lightning.records.costs import Link
 from hiremate_lightning.records.offload import Host, Idle, Offload, idle_storages, with_offloads
@@ -25,6 +25,7 @@ from tests.tiny import chain, recompute_lazily, storages_of, transformer
 
 DEADLINE = 1e9
 LINKS = [Link(1e9, 1e9), Link(40.0, 40.0), Link(20.0, 10.0, latency_ms=0.1)]
+ALONE = Solution("none", Status.NOT_FOUND)
 SLOW = [Link(2.0, 4.0), Link(4.0, 1.0)]
 
 
@@ -43,18 +44,18 @@ def within(share: float, blocks: int = 4) -> Problem:
     return replace(problem, budget_bytes=int(share * kept_bytes(problem)))
 
 
-def found_for(problem: Problem, *others: Decisions) -> Choice:
+def found_for(problem: Problem, *others: Decisions) -> Solution:
     """Find the fastest choice where everything is kept, or by other decisions, which there is."""
-    choice = fastest_choice(problem, [keep_all(problem.graph), *others])
+    choice = fastest_choice(problem, [keep_all(problem.graph), *others], ALONE)
     assert choice is not None
     return choice
 
 
-def check(problem: Problem, choice: Choice, host_bytes: int = UNLIMITED) -> None:
+def check(problem: Problem, choice: Solution, host_bytes: int = UNLIMITED) -> None:
     """Hold a choice to what it says of itself."""
     schedule = with_offloads(problem.graph, lower(problem.graph, choice.recompute), choice.offloads)
     found = simulate(problem.graph, problem.profile, schedule)
-    assert found == choice.simulation
+    assert (found.peak_bytes, found.extra_ms) == (choice.peak_bytes, choice.extra_ms)
     assert found.peak_bytes <= problem.budget_bytes
     assert found.host_bytes <= host_bytes
 
@@ -100,7 +101,7 @@ def test_it_fits_whenever_that_is_possible_mostly_the_fastest():
     fits, best = 0, 0
     for seed, problem in small_steps(40):
         expected = exhaustive_ms(problem, lower(problem.graph, keep_all(problem.graph)))
-        choice = fastest_choice(problem, [keep_all(problem.graph)])
+        choice = fastest_choice(problem, [keep_all(problem.graph)], ALONE)
         assert (choice is None) == (expected is None), seed
         if choice is not None and expected is not None:
             check(problem, choice)
@@ -144,7 +145,7 @@ def test_where_copies_are_slow_it_declines():
     lazily = recompute_lazily(graph, storages_of(graph, ["a3", "a4", "a5", "a6"]))
     problem = with_link((graph, profile), Link(1.0, 1.0), 600)
     choice = found_for(problem, lazily)
-    assert (choice.recompute, choice.offloads, choice.simulation.host_bytes) == (lazily, (), 0)
+    assert (choice.recompute, choice.offloads) == (lazily, ())
     faster = found_for(replace(problem, profile=replace(profile, link=Link(1e6, 1e6))), lazily)
     assert faster.recompute == keep_all(graph)
     assert faster.extra_ms < 0.01 < choice.extra_ms
@@ -165,16 +166,19 @@ def test_a_transformer_fits_with_less_on_the_device(share: float):
     bound = offload_bound(StepModel(problem), problem.budget_bytes, DEADLINE)
     assert bound is not None
     assert bound <= choice.extra_ms
-    assert choice.simulation.host_bytes >= kept_bytes(problem) - problem.budget_bytes
+    assert replay_solution(problem, choice).host_bytes >= kept_bytes(problem) - problem.budget_bytes
 
 
 def test_the_host_is_not_given_more_than_it_has():
     problem = within(0.7)
     needed = found_for(problem)
-    hosts = [Host(size) for size in (problem.budget_bytes // 10, needed.simulation.host_bytes, UNLIMITED, 1000)]
+    hosts = [
+        Host(size)
+        for size in (problem.budget_bytes // 10, replay_solution(problem, needed).host_bytes, UNLIMITED, 1000)
+    ]
     few, enough, free, tight = (replace(problem, host=host) for host in hosts)
-    assert fastest_choice(few, [keep_all(problem.graph)]) is None
-    assert fastest_choice(enough, [keep_all(problem.graph)]) == needed
+    assert fastest_choice(few, [keep_all(problem.graph)], ALONE) is None
+    assert fastest_choice(enough, [keep_all(problem.graph)], ALONE) == needed
     free, tight = (offload_bound(StepModel(own), problem.budget_bytes, DEADLINE) for own in (free, tight))
     assert free is not None
     assert tight is None or tight >= free
@@ -186,8 +190,8 @@ def test_the_smallest_budget_is_enough_and_a_byte_less_is_not(seed: int):
     kept = [keep_all(problem.graph), recompute_lazily(problem.graph, ())]
     least = least_bytes(problem, kept)
     assert least is not None
-    assert fastest_choice(replace(problem, budget_bytes=least - 1), kept) is None
-    choice = fastest_choice(replace(problem, budget_bytes=least), kept)
+    assert fastest_choice(replace(problem, budget_bytes=least - 1), kept, ALONE) is None
+    choice = fastest_choice(replace(problem, budget_bytes=least), kept, ALONE)
     assert choice is not None
     check(replace(problem, budget_bytes=least), choice)
     assert least_bytes(replace(problem, host=Host(-1)), kept) is None
@@ -197,7 +201,7 @@ def test_what_is_pinned_stays():
     problem = within(0.8)
     choice = found_for(problem)
     pinned = {choice.offloads[0].storage}
-    other = fastest_choice(replace(problem, host=Host(UNLIMITED, frozenset(pinned))), [keep_all(problem.graph)])
+    other = fastest_choice(replace(problem, host=Host(UNLIMITED, frozenset(pinned))), [keep_all(problem.graph)], ALONE)
     assert other is None or pinned.isdisjoint(offload.storage for offload in other.offloads)
 
 

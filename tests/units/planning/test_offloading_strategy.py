@@ -201,7 +201,7 @@ def test_pofo_offloads_what_rotor_computes_again():
     step = step_of(chain(16))
     problem = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
     rotor = get_strategy("rotor")(replace(problem, host=Host(0)))
-    choice = fastest_choice(problem, PROPOSALS["pofo"](problem))
+    choice = fastest_choice(problem, PROPOSALS["pofo"](problem), rotor)
     assert choice is not None
     assert choice.offloads
     assert choice.extra_ms < 0.1 * rotor.extra_ms
