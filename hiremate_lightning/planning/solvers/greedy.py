@@ -109,7 +109,7 @@ def neighbours(
         if storage in at_peak or storage in model.fixed:
             continue
         before, then = _around(model, timeline, storage, place)
-        if then is None or then >= end or then in timeline.makes.get(storage, ()):
+        if then is None or then >= end or then in (begin for begin, _ in timeline.blocks[storage]):
             continue
         use = None if before is None else before >> ROW
         if use is None and storage in policy.kept:
@@ -139,12 +139,12 @@ def keep_more(model: StepModel, start: Replay, limit_bytes: int | None, deadline
         if model.work.is_past(deadline):
             return current
         current = _take_if_better(model, current, limit_bytes, drops=current.policy.drops - {(storage, position)})
-    missing = [s for s in model.producer if s not in current.policy.kept and current.timeline.makes.get(s)]
+    missing = [s for s in model.producer if s not in current.policy.kept and current.timeline.is_made(s)]
     missing.sort(key=lambda s: (-model.cost_ms[model.producer[s]] / (model.sizes[s] + 1), s))
     for storage in missing:
         if model.work.is_past(deadline):
             return current
-        if current.timeline.makes.get(storage):  # still recomputed: its readers may be kept by now
+        if current.timeline.is_made(storage):  # still recomputed: its readers may be kept by now
             current = _take_if_better(model, current, limit_bytes, kept=current.policy.kept | {storage})
     return current
 

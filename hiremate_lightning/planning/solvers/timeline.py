@@ -7,14 +7,14 @@ that changed rows read or make are laid out again, so the work of a replay is pr
 does not depend on the earlier policy: bytes are integers, and times are added up by row, always in the same order.
 
 A *block* is the span of keys (`choices`) in which one computation of a value is in memory, from the first to the last
-key; it begins at -1 if the value is kept through the turn.
+key; it begins at -1 if the value is kept through the turn, else at the key that makes the value.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -32,7 +32,6 @@ class Timeline:
 
     rows: Rows  # producers recomputed before each backward position, and before the end
     touches: Mapping[int, tuple[int, ...]]  # for each choice, the keys at which rows read or make it, ascending
-    makes: Mapping[int, tuple[int, ...]]  # for each choice, the keys at which rows make it, ascending
     blocks: Mapping[int, tuple[Block, ...]]  # for each choice, the spans in which it is in memory
     node_bytes: np.ndarray  # bytes of choices in memory while each node of the backward runs, and at the end
     row_peaks: np.ndarray  # for each backward position and the end, most bytes while values are recomputed before it
@@ -43,6 +42,10 @@ class Timeline:
     def recompute_ms(self) -> float:
         """Total recompute time, rounded to a picosecond, so that sums in another order are equal."""
         return round(float(self.row_ms.sum()), 9)
+
+    def is_made(self, storage: int) -> bool:
+        """Whether a row makes a choice."""
+        return any(begin >= 0 for begin, _ in self.blocks.get(storage, ()))
 
     def row_bytes(self, model: Choices, position: int) -> list[int]:
         """Return the bytes while each node of a row runs; they are counted from the end of the row."""
@@ -75,18 +78,17 @@ def _laid_out(model: Choices, before: Timeline, changed: Mapping[int, list[int]]
     rows, row_ms = list(before.rows), before.row_ms.copy()
     for position, row in changed.items():
         rows[position], row_ms[position] = row, sum(model.cost_ms[node] for node in row)
-    touches = _with_keys(before.touches, changed, touched, lambda node: (*model.needs[node], *model.makes[node]))
-    makes = _with_keys(before.makes, changed, touched, lambda node: model.makes[node])
+    touches = _with_keys(model, before.touches, changed, touched)
     blocks, change = dict(before.blocks), _Change(model, changed)
     for storage in touched:
         old = blocks.get(storage, ())
-        blocks[storage] = new = _blocks_of(model, storage, touches[storage], makes[storage])
+        blocks[storage] = new = _blocks_of(model, rows, storage, touches[storage])
         if new != old:
             change.replace(storage, old, new)
     delta = _summed(change.backward, len(rows))
     node_bytes, row_peaks = before.node_bytes + delta, before.row_peaks + delta * (row_ms > 0.0)
     forward_bytes = before.forward_bytes + _summed(change.forward, len(before.forward_bytes))
-    timeline = Timeline(rows, touches, makes, blocks, node_bytes, row_peaks, row_ms, forward_bytes)
+    timeline = Timeline(rows, touches, blocks, node_bytes, row_peaks, row_ms, forward_bytes)
     for position in change.rows:
         row_peaks[position] = max(timeline.row_bytes(model, position), default=0)
     model.work.add_operations(EACH + len(rows) // PER_ROWS + PER_CHOICE * len(touched))
@@ -94,19 +96,13 @@ def _laid_out(model: Choices, before: Timeline, changed: Mapping[int, list[int]]
 
 
 def _with_keys(
-    before: Mapping[int, tuple[int, ...]],
-    changed: Mapping[int, list[int]],
-    touched: Iterable[int],
-    storages_of: Callable[[int], Iterable[int]],
+    model: Choices, before: Mapping[int, tuple[int, ...]], changed: Mapping[int, list[int]], touched: Iterable[int]
 ) -> dict[int, tuple[int, ...]]:
-    """Return the keys of each choice, with new keys of the `touched` choices in the changed rows.
-
-    A key of a row belongs to the choices that `storages_of` returns for the node there.
-    """
+    """Return the keys of each choice, with new keys of the `touched` choices in the changed rows."""
     fresh = defaultdict[int, list[int]](list)
     for position, row in changed.items():
         for key, node in enumerate(row, start=position << ROW):
-            for storage in storages_of(node):
+            for storage in (*model.needs[node], *model.makes[node]):
                 fresh[storage].append(key)
     keys = dict(before)
     for storage in touched:
@@ -115,8 +111,9 @@ def _with_keys(
     return keys
 
 
-def _blocks_of(model: Choices, storage: int, touches: tuple[int, ...], makes: tuple[int, ...]) -> tuple[Block, ...]:
+def _blocks_of(model: Choices, rows: Rows, storage: int, touches: tuple[int, ...]) -> tuple[Block, ...]:
     """Return the blocks of a choice; the block of a retained choice kept through the turn lasts to the end."""
+    maker = model.producer.get(storage)
     uses, is_retained = model.use_keys.get(storage, ()), storage in model.retained
     end_of_all = len(model.reads) << ROW | LAST
     if not (uses or touches):
@@ -124,7 +121,7 @@ def _blocks_of(model: Choices, storage: int, touches: tuple[int, ...], makes: tu
     blocks, begin, end = list[Block](), None, 0
     for key in sorted((*uses, *touches)):
         position = key >> ROW
-        if key in makes:
+        if key & LAST != LAST and rows[position][key & LAST] == maker:
             if begin is not None and begin < 0 and is_retained:
                 blocks.append((begin, end_of_all))
             elif begin is not None:  # views may still hold the value
@@ -213,7 +210,7 @@ def keeping_all(model: Choices) -> Lazy:
     """Return the policy that keeps everything, laid out."""
     count, nothing = len(model.all_reads), Pairs({}, {})
     empty, forward = np.zeros(count, dtype=np.int64), np.array(model.forward_bytes, dtype=np.int64)
-    before = Timeline([[] for _ in range(count)], {}, {}, {}, empty, empty, np.zeros(count), forward)
+    before = Timeline([[] for _ in range(count)], {}, {}, empty, empty, np.zeros(count), forward)
     timeline = _laid_out(model, before, {}, model.choices)
     return Lazy(Policy(frozenset(model.choices)), nothing, nothing, timeline)
 
@@ -293,11 +290,11 @@ class _Walk:
 
     def _lived(self, storage: int, position: int) -> bool:
         """Whether a choice lives there in the near policy."""
-        makes, drops = self._near.timeline.makes.get(storage, ()), self._near.drops.of.get(storage, ())
-        made = bisect_left(makes, position << ROW) if makes else 0
+        blocks, drops = self._near.timeline.blocks.get(storage, ()), self._near.drops.of.get(storage, ())
+        made = bisect_left(blocks, (position << ROW,)) if blocks else 0
         dropped = bisect_left(drops, position) if drops else 0
         if dropped:
-            return bool(made) and makes[made - 1] >> ROW > drops[dropped - 1]
+            return bool(made) and blocks[made - 1][0] >> ROW > drops[dropped - 1]
         return bool(made) or storage in self._near.policy.kept or storage in self._model.fixed
 
     def _compare(self, position: int, row: list[int], before: list[int], seen: set[int]) -> None:
