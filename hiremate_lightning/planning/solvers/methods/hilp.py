@@ -174,7 +174,7 @@ class _Contraction:
     def __init__(self, graph: Graph, groups: list[_Group], max_nodes: int) -> None:
         self.sizes, self.max_nodes = graph.sizes, max_nodes
         self.groups = dict(enumerate(groups))
-        self.parent = list(range(len(groups)))
+        self.group_of = list(range(len(groups)))  # for each group of the beginning, the one that it is in now
         self.maker = {s: i for i, group in enumerate(groups) for s in group.made}
         self.readers: dict[int, list[int]] = {}
         for i, group in enumerate(groups):
@@ -187,29 +187,22 @@ class _Contraction:
         heapq.heapify(heap)
         while heap:
             _, _, members = heapq.heappop(heap)
-            now = tuple(sorted({self._find(m) for m in members}))
+            now = tuple(sorted({self.group_of[m] for m in members}))
             if len(now) < 2 or sum(len(self.groups[m].parts) for m in now) > self.max_nodes:
                 continue
             if now != members:
                 heapq.heappush(heap, self._entry(now))
             elif self._is_convex(now):
-                for member in now:
-                    self.parent[member] = now[0]
+                self.group_of = [now[0] if group in now else group for group in self.group_of]
                 self.groups[now[0]] = _Group.of([self.groups.pop(member) for member in now])
         return [self.groups[item] for item in sorted(self.groups, key=self._first)]
 
-    def _find(self, item: int) -> int:
-        while self.parent[item] != item:
-            self.parent[item] = self.parent[self.parent[item]]
-            item = self.parent[item]
-        return item
-
     def _successors(self, item: int) -> list[int]:
-        readers = {self._find(r) for s in self.groups[item].made for r in self.readers.get(s, ())}
+        readers = {self.group_of[r] for s in self.groups[item].made for r in self.readers.get(s, ())}
         return sorted(readers - {item})
 
     def _predecessors(self, item: int) -> list[int]:
-        return sorted({self._find(self.maker[s]) for s in self.groups[item].read} - {item})
+        return sorted({self.group_of[self.maker[s]] for s in self.groups[item].read} - {item})
 
     def _candidates(self) -> Iterator[tuple[int, ...]]:
         for item in self.groups:
@@ -250,7 +243,7 @@ class _Contraction:
         made = {s for m in members for s in self.groups[m].made}
         read = {s for m in members for s in self.groups[m].read} - made
         inside = set(members)
-        passed = {s for s in made if any(self._find(r) not in inside for r in self.readers.get(s, ()))}
+        passed = {s for s in made if any(self.group_of[r] not in inside for r in self.readers.get(s, ()))}
         nodes = sum(self.groups[m].size for m in members)
         score = sum(self.sizes[s] for s in read | passed) * max(1, nodes) ** ALPHA
         return score, min(map(self._first, members)), members
