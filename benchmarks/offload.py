@@ -25,15 +25,15 @@ from zoo.large import OTHERS, TOY_LLAMA, LlamaSize, llama
 from hiremate_lightning.command_line.factory import Workload
 from hiremate_lightning.command_line.offline import OfflineOptions, OfflineStep, capture_offline
 from hiremate_lightning.command_line.without_device import rates_of
-from hiremate_lightning.planning.solvers import (
+from hiremate_lightning.planning.solvers.base import (
     UNLIMITED,
     Problem,
     Solution,
     SolveOptions,
     get_strategy,
-    smallest_budget,
+    replay_solution,
 )
-from hiremate_lightning.planning.solvers.base import replay_solution
+from hiremate_lightning.planning.solvers.least_memory import smallest_budget
 from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.offload import fastest_choice, least_bytes, offload_bound
 from hiremate_lightning.records.costs import A100, Link, Machine

@@ -34,7 +34,8 @@ from zoo.cases import Case
 from zoo.papers import PAPERS
 
 from hiremate_lightning.planning.comparing import Outcome, methods_to_compare, outcome_of, proven_ms
-from hiremate_lightning.planning.solvers import Problem, SolveOptions, smallest_budget
+from hiremate_lightning.planning.solvers.base import Problem, SolveOptions
+from hiremate_lightning.planning.solvers.least_memory import smallest_budget
 from hiremate_lightning.records.costs import step_time_ms
 
 TFLOPS, GB_PER_S = 16.3, 672  # Quadro RTX 8000, single precision, by its data sheet

@@ -30,7 +30,8 @@ from hiremate_lightning.planning import solutions
 from hiremate_lightning.planning.headroom import Room, unless_short
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.planner import make_plan
-from hiremate_lightning.planning.solvers import UNLIMITED, Problem, get_strategy, smallest_budget
+from hiremate_lightning.planning.solvers.base import UNLIMITED, Problem, get_strategy
+from hiremate_lightning.planning.solvers.least_memory import smallest_budget
 from hiremate_lightning.records.simulation import simulate_eager
 from hiremate_lightning.records.step import Call, MergedStep, merge
 from hiremate_lightning.units import Budget

@@ -66,7 +66,7 @@ from rival_tables import (
 from rival_worker import Setup, serve
 from zoo.models import MODELS
 
-from hiremate_lightning.planning.solvers import strategy_names
+from hiremate_lightning.planning.solvers.base import strategy_names
 
 ALL_MODELS = "gpt,bert,vit,resnet50,convnext,unet,t5,llama,llama_words,mixer,regnet,fno,diffusion"
 RIVALS = ("checkpoint", "checkpoint2", "library", "budget-0.8", "budget-0.5", "budget-0.2", "budget-0")

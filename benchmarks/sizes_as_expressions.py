@@ -44,8 +44,8 @@ from hiremate_lightning.housekeeping import collecting_what_it_leaves
 from hiremate_lightning.measuring.profiling import CostCache, measure
 from hiremate_lightning.memory.allocator import in_blocks
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.planning.solvers import UNLIMITED, smallest_budget
-from hiremate_lightning.planning.solvers.base import Problem, SolveOptions, get_strategy
+from hiremate_lightning.planning.solvers.base import UNLIMITED, Problem, SolveOptions, get_strategy
+from hiremate_lightning.planning.solvers.least_memory import smallest_budget
 from hiremate_lightning.records.expressions import Sizes, find_expression
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import allocations, simulate

@@ -23,9 +23,11 @@ import page_tables
 from provenance import provenance
 from solvers import load, names_of
 
-from hiremate_lightning.planning.solvers import Problem, SolveOptions, get_strategy, lower_bound, smallest_budget
+from hiremate_lightning.planning.solvers.base import Problem, SolveOptions, get_strategy
 from hiremate_lightning.planning.solvers.choices import Policy
+from hiremate_lightning.planning.solvers.least_memory import smallest_budget
 from hiremate_lightning.planning.solvers.model import StepModel
+from hiremate_lightning.planning.solvers.turn_point import lower_bound
 
 BLOCKS = {  # pattern of the paths of the blocks, where it isn't the first list of modules
     "convnext": r".*stages\.\d+\.blocks\.\d+",

@@ -24,7 +24,8 @@ import page_tables
 from graph_files import read_step
 from provenance import provenance
 
-from hiremate_lightning.planning.solvers import Problem, SolveOptions, get_strategy, smallest_budget, strategy_names
+from hiremate_lightning.planning.solvers.base import Problem, SolveOptions, get_strategy, strategy_names
+from hiremate_lightning.planning.solvers.least_memory import smallest_budget
 from hiremate_lightning.planning.solvers.model import StepModel
 
 

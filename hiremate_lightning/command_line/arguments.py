@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..errors import ConfigurationError, did_you_mean
-from ..planning.solvers import get_strategy
+from ..planning.solvers.base import get_strategy
 from ..records.costs import HALF_TYPES
 from ..reporting.svg_report import writable
 from ..units import Budget, parse_budget

@@ -23,7 +23,7 @@ from ..planning.comparing import curve as solve_curve
 from ..planning.headroom import Room, least_need, resolve, unless_short
 from ..planning.plan import Plan
 from ..planning.planner import make_plan
-from ..planning.solvers import UNLIMITED, Problem, SolveOptions
+from ..planning.solvers.base import UNLIMITED, Problem, SolveOptions
 from ..planning.solvers.worker import apart, check_strategy
 from ..records.costs import Link, step_time_ms
 from ..records.expressions import Line, SizesDifferError

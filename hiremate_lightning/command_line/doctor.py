@@ -23,7 +23,7 @@ from ..errors import ConfigurationError, HiRemateError
 from ..integrations.alive import Alive
 from ..integrations.any_script import Finder
 from ..memory.allocator import free_host_bytes
-from ..planning.solvers import Status
+from ..planning.solvers.base import Status
 from ..planning.solvers.mip_backend import BACKENDS
 from ..planning.solvers.worker import MENDING, backend_failure
 from ..torch_private import hacks, tensor_state

@@ -18,9 +18,8 @@ from ..records.simulation import Simulation, blocks, simulate_eager
 from ..records.step import Decisions
 from ..units import Budget, format_bytes
 from .solutions import Solutions
-from .solvers import smallest_budget
 from .solvers.base import Problem, Solution, Status, replay_solution, with_decisions
-from .solvers.least_memory import SEARCH_S
+from .solvers.least_memory import SEARCH_S, smallest_budget
 from .solvers.offload import least_with_offloads
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from .headroom import AT_LEAST, Need, Room, Short, as_decided, least_need
 from .plan import Plan, PlanningTime
 from .shared_solving import agreed
 from .solutions import Solutions
-from .solvers import smallest_budget
 from .solvers.base import CLOCK, Problem, Solution, SolveOptions, Status, Strategy, keeping_everything, replay_solution
+from .solvers.least_memory import smallest_budget
 from .solvers.offload import least_with_offloads
 from .solvers.worker import apart, check_strategy
 

@@ -21,8 +21,8 @@ from ..memory.allocator import alone, free_bytes
 from ..planning.headroom import Room, guard_bytes, unless_short
 from ..planning.ladder import Ladder, fastest_that_fits
 from ..planning.planner import first_solution
-from ..planning.solvers import UNLIMITED, Problem, SolveOptions, smallest_budget
-from ..planning.solvers.base import replay
+from ..planning.solvers.base import UNLIMITED, Problem, SolveOptions, replay
+from ..planning.solvers.least_memory import smallest_budget
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
 from ..records.schedule import Schedule, keep_all, lower

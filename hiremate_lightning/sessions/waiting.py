@@ -21,8 +21,8 @@ from ..measuring.resident import WAITING, Resident
 from ..memory.allocator import alone, in_blocks
 from ..options import SessionOptions
 from ..planning.headroom import Room
-from ..planning.solvers import UNLIMITED, smallest_budget
-from ..planning.solvers.base import Problem, SolveOptions, replay
+from ..planning.solvers.base import UNLIMITED, Problem, SolveOptions, replay
+from ..planning.solvers.least_memory import smallest_budget
 from ..records.costs import Profile
 from ..records.graph import StorageKind, bytes_of
 from ..records.schedule import Schedule, keep_all, lower

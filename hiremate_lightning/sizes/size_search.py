@@ -24,7 +24,8 @@ from ..options import Objective, SessionOptions
 from ..planning.headroom import Room, unless_short
 from ..planning.plan import Plan
 from ..planning.planner import make_plan
-from ..planning.solvers import UNLIMITED, Problem, Solution, smallest_budget
+from ..planning.solvers.base import UNLIMITED, Problem, Solution
+from ..planning.solvers.least_memory import smallest_budget
 from ..records.expressions import Line, on_line
 from ..records.graph_at_sizes import GraphAtSizes
 from ..records.step import Decisions, MergedStep

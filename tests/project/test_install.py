@@ -25,7 +25,7 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateBatchSizeFinder, HiRemateCallback, MemoryMonitor
 from hiremate_lightning.integrations.accelerate import prepare_hiremate
 from hiremate_lightning.planning.plan import Plan
-from hiremate_lightning.planning.solvers import Problem, SolveOptions, Status
+from hiremate_lightning.planning.solvers.base import Problem, SolveOptions, Status
 from hiremate_lightning.planning.solvers.mip_backend import BACKENDS, failure
 from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.worker import apart, backend_failures

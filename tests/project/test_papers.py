@@ -15,8 +15,8 @@ import papers_page as page
 from papers import Rows, solve_budget, solve_smallest
 from papers_page import BOUND, SMALLEST, Network, Row, Table
 
-from hiremate_lightning.planning.solvers import Problem, SolveOptions, smallest_budget
-from hiremate_lightning.planning.solvers.base import replay
+from hiremate_lightning.planning.solvers.base import Problem, SolveOptions, replay
+from hiremate_lightning.planning.solvers.least_memory import smallest_budget
 from hiremate_lightning.records.costs import step_time_ms
 from hiremate_lightning.records.schedule import keep_all
 from tests.tiny import transformer

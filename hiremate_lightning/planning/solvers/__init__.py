@@ -1,21 +1,3 @@
-"""Strategies: each takes a `Problem` and returns a `Solution`."""
+"""Strategies: each takes a `Problem` and returns a `Solution`. Importing a strategy's module registers it."""
 
-from . import methods, portfolio
-from .base import UNLIMITED, Problem, Solution, SolveOptions, Status, get_strategy, replay, strategy_names
-from .least_memory import smallest_budget
-from .turn_point import lower_bound
-
-__all__ = [
-    "UNLIMITED",
-    "Problem",
-    "Solution",
-    "SolveOptions",
-    "Status",
-    "get_strategy",
-    "lower_bound",
-    "methods",
-    "portfolio",
-    "replay",
-    "smallest_budget",
-    "strategy_names",
-]
+from . import methods, portfolio  # noqa: F401

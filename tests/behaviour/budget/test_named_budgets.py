@@ -25,7 +25,7 @@ from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.integrations.accelerate import prepare_hiremate
 from hiremate_lightning.planning import solutions
 from hiremate_lightning.planning.plan import Plan
-from hiremate_lightning.planning.solvers import Problem, Solution
+from hiremate_lightning.planning.solvers.base import Problem, Solution
 from hiremate_lightning.planning.solvers.worker import Worker
 from hiremate_lightning.records.step import Decisions
 from hiremate_lightning.targets.modules import targets_of

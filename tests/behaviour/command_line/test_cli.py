@@ -20,7 +20,8 @@ from hiremate_lightning.command_line.doctor import Grade
 from hiremate_lightning.command_line.factory import Workload, make_input
 from hiremate_lightning.command_line.importing import find_factory, import_failures
 from hiremate_lightning.errors import ConfigurationError
-from hiremate_lightning.planning.solvers import Solution, Status, worker
+from hiremate_lightning.planning.solvers import worker
+from hiremate_lightning.planning.solvers.base import Solution, Status
 from hiremate_lightning.reporting.html_report import write_html
 from hiremate_lightning.reporting.timeline import COLOURS, Band
 from hiremate_lightning.units import format_bytes

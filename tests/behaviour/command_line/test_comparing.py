@@ -13,8 +13,7 @@ from hiremate_lightning.command_line.comparisons import spread
 from hiremate_lightning.errors import BudgetError, ConfigurationError
 from hiremate_lightning.planning import comparing
 from hiremate_lightning.planning.comparing import Comparison, Outcome, methods_to_compare, outcome_of, proven_ms
-from hiremate_lightning.planning.solvers import Problem, Solution, Status, get_strategy
-from hiremate_lightning.planning.solvers.base import replay, strategy_names
+from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, get_strategy, replay, strategy_names
 from hiremate_lightning.records.schedule import keep_all
 from hiremate_lightning.reporting.svg_report import lay_out, methods_panel, panel_of, panel_svg
 from hiremate_lightning.units import Budget

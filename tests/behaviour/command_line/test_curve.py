@@ -8,8 +8,8 @@ import pytest
 
 from hiremate_lightning.planning.comparing import Curve, curve
 from hiremate_lightning.planning.solutions import remembering
-from hiremate_lightning.planning.solvers import Problem, Solution, Status, get_strategy, smallest_budget
-from hiremate_lightning.planning.solvers.base import replay
+from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, get_strategy, replay
+from hiremate_lightning.planning.solvers.least_memory import smallest_budget
 from hiremate_lightning.records.schedule import keep_all
 from tests.helpers import problem_of
 from tests.tiny import chain, transformer

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
-from hiremate_lightning.planning.solvers import Problem, SolveOptions, smallest_budget
+from hiremate_lightning.planning.solvers.base import Problem, SolveOptions
+from hiremate_lightning.planning.solvers.least_memory import smallest_budget
 from hiremate_lightning.testing import captured_count
 from tests.exact import differing
 from tests.models import EVERY_MODEL

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from hiremate_lightning.capturing.backend import planning_backend
 from hiremate_lightning.measuring.profiling import CostCache, measure
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.planning.solvers import Problem, SolveOptions, get_strategy, strategy_names
+from hiremate_lightning.planning.solvers.base import Problem, SolveOptions, get_strategy, strategy_names
 from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.records.schedule import keep_all
 from tests.behaviour.exactness.test_execution import Conductor

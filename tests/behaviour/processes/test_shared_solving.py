@@ -14,8 +14,7 @@ from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning.headroom import unless_short
 from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.shared_solving import SharedSolving, agreed, announce, digest, shared
-from hiremate_lightning.planning.solvers import get_strategy
-from hiremate_lightning.planning.solvers.base import Problem, Solution, Status
+from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, get_strategy
 from hiremate_lightning.records.step import Call, Gap, merge
 from hiremate_lightning.units import format_bytes
 from tests.helpers import problem_of

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hiremate_lightning import hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.options import METHODS, OPTIONS
-from hiremate_lightning.planning.solvers import Solution, get_strategy, strategy_names
+from hiremate_lightning.planning.solvers.base import Solution, get_strategy, strategy_names
 from hiremate_lightning.planning.solvers.chain import ChainBytes, ChainLink, ChainSpan, links, policy_of
 from hiremate_lightning.planning.solvers.methods import chen, dtr, min_memory, rockmate, rotor, twremat
 from hiremate_lightning.planning.solvers.model import StepModel

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from hiremate_lightning.planning.solvers import SolveOptions, Status, mip_backend
+from hiremate_lightning.planning.solvers import mip_backend
+from hiremate_lightning.planning.solvers.base import SolveOptions, Status
 from hiremate_lightning.planning.solvers.mip_backend import (
     BACKENDS,
     LinearProgram,

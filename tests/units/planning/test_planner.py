@@ -11,8 +11,8 @@ from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning import planner
 from hiremate_lightning.planning.headroom import AUTO_MARGIN, Need, Room, Short, resolve, unless_short
 from hiremate_lightning.planning.planner import first_solution, make_plan
-from hiremate_lightning.planning.solvers import smallest_budget
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, register, with_decisions
+from hiremate_lightning.planning.solvers.least_memory import smallest_budget
 from hiremate_lightning.records.schedule import keep_all
 from hiremate_lightning.records.step import Call, Gap, merge
 from hiremate_lightning.units import Budget, parse_budget

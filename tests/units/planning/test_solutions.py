@@ -13,7 +13,7 @@ from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.planning.solutions import Solutions, remembering
-from hiremate_lightning.planning.solvers import get_strategy
+from hiremate_lightning.planning.solvers.base import get_strategy
 from tests.helpers import problem_of
 from tests.tiny import transformer
 

@@ -18,22 +18,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiremate_lightning.errors import ConfigurationError
-from hiremate_lightning.planning.solvers import (
+from hiremate_lightning.planning.solvers.base import (
     UNLIMITED,
     Problem,
     Solution,
     SolveOptions,
     Status,
     get_strategy,
-    lower_bound,
     replay,
-    smallest_budget,
     strategy_names,
 )
 from hiremate_lightning.planning.solvers.choices import Policy, Rows
-from hiremate_lightning.planning.solvers.least_memory import _near, find_smallest
+from hiremate_lightning.planning.solvers.least_memory import _near, find_smallest, smallest_budget
 from hiremate_lightning.planning.solvers.model import StepModel, decisions
 from hiremate_lightning.planning.solvers.phases import Checks, PhasedProgram
+from hiremate_lightning.planning.solvers.turn_point import lower_bound
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph
 from hiremate_lightning.records.schedule import keep_all, lower
@@ -451,7 +450,8 @@ def test_the_same_problem_gives_the_same_plan(name: str):
 
 SCRIPT = """
 import zlib
-from hiremate_lightning.planning.solvers import get_strategy, smallest_budget
+from hiremate_lightning.planning.solvers.base import get_strategy
+from hiremate_lightning.planning.solvers.least_memory import smallest_budget
 from tests.helpers import problem_of
 from tests.tiny import transformer
 for solve in (get_strategy("portfolio"), smallest_budget):

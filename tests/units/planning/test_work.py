@@ -17,16 +17,18 @@ from hiremate_lightning.planning import solutions
 from hiremate_lightning.planning.headroom import least_need, unless_short
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.planner import make_plan
-from hiremate_lightning.planning.solvers import (
+from hiremate_lightning.planning.solvers import mip_backend
+from hiremate_lightning.planning.solvers.base import (
+    CLOCK,
     Problem,
     Solution,
     SolveOptions,
     Status,
+    Work,
+    clock_limit_s,
     get_strategy,
-    mip_backend,
-    smallest_budget,
 )
-from hiremate_lightning.planning.solvers.base import CLOCK, Work, clock_limit_s
+from hiremate_lightning.planning.solvers.least_memory import smallest_budget
 from hiremate_lightning.planning.solvers.mip_backend import LinearProgram, SolverMeter, solve
 from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.worker import Worker

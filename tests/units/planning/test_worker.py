@@ -17,8 +17,8 @@ from hiremate_lightning import ConfigurationError, HiRemateWarning, hiremate
 from hiremate_lightning.callbacks import HiRemateBatchSizeFinder, HiRemateCallback
 from hiremate_lightning.housekeeping import Once
 from hiremate_lightning.integrations.accelerate import prepare_hiremate
-from hiremate_lightning.planning.solvers import Problem, SolveOptions, Status, get_strategy, worker
-from hiremate_lightning.planning.solvers.base import Solution, register
+from hiremate_lightning.planning.solvers import worker
+from hiremate_lightning.planning.solvers.base import Problem, Solution, SolveOptions, Status, get_strategy, register
 from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.worker import Worker, WorkerLostError, apart, backend_failures, check_strategy
 from tests.processes import run_python

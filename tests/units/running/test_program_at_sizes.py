@@ -14,8 +14,8 @@ from hiremate_lightning.capturing.absent import find_absent
 from hiremate_lightning.capturing.backend import planning_backend
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.capturing.code_at_sizes import CodeAtSizes
-from hiremate_lightning.planning.solvers import UNLIMITED, smallest_budget
-from hiremate_lightning.planning.solvers.base import Problem
+from hiremate_lightning.planning.solvers.base import UNLIMITED, Problem
+from hiremate_lightning.planning.solvers.least_memory import smallest_budget
 from hiremate_lightning.records.costs import estimate
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.step import Decisions

@@ -7,7 +7,7 @@ from unittest.mock import create_autospec
 import pytest
 
 from hiremate_lightning.measuring.resident import Resident
-from hiremate_lightning.planning.solvers import get_strategy
+from hiremate_lightning.planning.solvers.base import get_strategy
 from hiremate_lightning.sessions.modes import Eager, GivenBack, ModeFacts, Offloaded, step_mode
 from hiremate_lightning.sessions.offloading import Offloading
 from hiremate_lightning.signatures.eager_predictions import EagerPredictions, Prediction, SavedTensors
