@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import ScheduleError
 from .costs import Link, Profile, in_eager
@@ -84,10 +85,10 @@ class Allocations:
     nodes: np.ndarray  # the nodes that run, in order
     events: np.ndarray  # for each run of a node, the number of events before its peak
 
-    def peak_bytes(self, storage_bytes: np.ndarray, workspace_bytes: np.ndarray) -> int:
+    def peak_bytes(self, storage_bytes: npt.ArrayLike, workspace_bytes: npt.ArrayLike) -> int:
         """Return the peak of the schedule from the bytes of each storage and the workspace of each node."""
-        live = np.concatenate(([0], np.cumsum(self.signs * storage_bytes[self.storages])))
-        return int(np.max(live[self.events] + workspace_bytes[self.nodes], initial=0))
+        live = np.concatenate(([0], np.cumsum(self.signs * np.asarray(storage_bytes)[self.storages])))
+        return int(np.max(live[self.events] + np.asarray(workspace_bytes)[self.nodes], initial=0))
 
 
 class _Memory:

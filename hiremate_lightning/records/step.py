@@ -15,8 +15,6 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import numpy as np
-
 from ..housekeeping import Latest
 from .costs import Profile, in_eager
 from .graph import OUTSIDE, Direction, Graph, Node, Storage, StorageKind, Tensor, taken_bytes
@@ -169,7 +167,7 @@ class MergedStep:
     def peak_bytes(self, decisions: Decisions) -> int:
         """Return the peak of decisions, in bytes above resident ones, as the simulator counts it."""
         replayed = self.replays.get_or(decisions, lambda: allocations(self.graph, lower(self.graph, decisions)))
-        return replayed.peak_bytes(*self._bytes)
+        return replayed.peak_bytes(self.graph.sizes, self.profile.workspace_bytes)
 
     def again_ms(self, decisions: Decisions) -> float:
         """Return the milliseconds of recomputation."""
@@ -180,11 +178,7 @@ class MergedStep:
         """The peak of eager PyTorch, in bytes above resident ones."""
         graph, profile = in_eager(self.graph, self.profile)
         eager = self.replays.get_or(None, lambda: allocations(graph, lower(graph, eager_decisions(graph))))
-        return eager.peak_bytes(np.array(graph.sizes, np.int64), np.array(profile.workspace_bytes, np.int64))
-
-    @cached_property
-    def _bytes(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.array(self.graph.sizes, np.int64), np.array(self.profile.workspace_bytes, np.int64)
+        return eager.peak_bytes(graph.sizes, profile.workspace_bytes)
 
     def split(self, recompute: Decisions) -> tuple[Decisions, ...]:
         """Divide decisions of the step among its calls."""
