@@ -25,6 +25,7 @@ BYTES_PER_UNIT = {
     "TIB": 2**40,
 }
 BINARY_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+MOST_GIB = 4096  # a smaller number without a unit is likely meant in GiB
 FORMS = (
     'bytes ("12 GiB", "800 MB", or an int such as 12_884_901_888), '
     'a share of what the step adds at its peak ("60%", or a float in (0, 1]), or "auto"'
@@ -74,7 +75,7 @@ def parse_budget(value: int | float | str | Budget) -> Budget:
     if isinstance(value, float) and not (value >= 2**20 and value.is_integer()):  # YAML reads 8e9 as a float
         raise _unreadable(value, "a float must be a share in (0, 1]")
     if 0 < value < 2**20:
-        raise _unreadable(value, f"{value} bytes is less than 1 MiB", f' Did you mean "{value} GiB"?')
+        raise _unreadable(value, f"{value} bytes is less than 1 MiB", f' Did you mean "{value} {_likely_unit(value)}"?')
     return _check_bytes(int(value), value)
 
 
@@ -93,14 +94,17 @@ def _parse_text(text: str) -> Budget:
             raise _unreadable(text, "a percentage must be above 0 and at most 100")
         return Budget(share=number / 100)
     if not unit:
-        in_bytes = f"{text.strip()} {'GiB' if number < BYTES_PER_UNIT['MIB'] else 'B'}"
-        guess = f"{100 * number:g}%" if 0 < number <= 1 else in_bytes
+        guess = f"{100 * number:g}%" if 0 < number <= 1 else f"{text.strip()} {_likely_unit(number)}"
         raise _unreadable(text, "it has no unit", f' Did you mean "{guess}"?')
     if unit not in BYTES_PER_UNIT:
         units = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB or %"
         hint = f' Did you mean "{match[1]} {unit}iB"?' if f"{unit}IB" in BYTES_PER_UNIT else ""
         raise _unreadable(text, f"{match[2]!r} is not one of the units {units}", hint)
     return _check_bytes(math.floor(number * BYTES_PER_UNIT[unit]), text)
+
+
+def _likely_unit(number: float) -> str:
+    return "GiB" if number < MOST_GIB else "B"
 
 
 def _check_bytes(size_bytes: int, given: object) -> Budget:

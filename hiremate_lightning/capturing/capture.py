@@ -248,6 +248,8 @@ class _Builder:
         return index
 
     def _storage(self, value: torch.Tensor, kind: StorageKind, eager_times: int) -> int | None:
+        if value.layout is torch.sparse_coo:
+            *_, value = tensor_state.dense_parts(value)  # what it is made of: the storage of the values counts
         if value.layout is not torch.strided:
             return None
         identity = tensor_state.storage_id(value)
@@ -261,8 +263,12 @@ class _Builder:
         """Raise the size of a copied view's storage to the size of the viewed storage: the kernel copies all of it."""
         copy, viewed = self.tensors[tensor].storage, self.tensors[source].storage
         if copy is not None and viewed is not None:
-            size_bytes = max(self.storages[copy].size_bytes, self.storages[viewed].size_bytes)
-            self.storages[copy] = replace(self.storages[copy], size_bytes=size_bytes)
+            self._set_size(tensor, max(self.storages[copy].size_bytes, self.storages[viewed].size_bytes))
+
+    def _set_size(self, tensor: int, size_bytes: int) -> None:
+        storage = self.tensors[tensor].storage
+        if storage is not None:
+            self.storages[storage] = replace(self.storages[storage], size_bytes=size_bytes)
 
     def _add_node(self, node: fx.Node, direction: Direction, overwritten: frozenset[int]) -> int:
         index = len(self.nodes)
@@ -277,6 +283,8 @@ class _Builder:
             outputs.append(self.tensor_of[value])
         if node.target in nodes.COPIES_STORAGE:
             self._take_size(outputs[0], read[0])
+        if (size_bytes := nodes.sparse_bytes(node)) is not None:
+            self._set_size(outputs[0], allocated_bytes(size_bytes, self.device))
         op, operation = nodes.name_of(node.target), nodes.operation_named(node.target)
         number = aot.checkpoint_of(node) if direction is Direction.FORWARD else None
         reads_mutated = op not in _IGNORES_WHAT_IT_UPDATES and any(self.tensors[t].storage in overwritten for t in read)
@@ -375,7 +383,8 @@ def work_key(node: fx.Node) -> str:
             return describe(value.meta.get("val"))
         if isinstance(value, torch.Tensor):
             sizes = (",".join(str(tensor_state.int_hint(s)) for s in each) for each in (value.shape, value.stride()))
-            return f"{value.dtype}[{'|'.join(sizes)}]@{value.device.type}"
+            views = f"{' conjugated' * value.is_conj()}{' negated' * value.is_neg()}"
+            return f"{value.dtype}[{'|'.join(sizes)}]@{value.device.type}{views}"
         if isinstance(value, (list, tuple)):
             return f"({' '.join(describe(v) for v in value)})"
         if isinstance(value, dict):

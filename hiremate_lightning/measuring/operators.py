@@ -178,6 +178,8 @@ def made_up(value: Any, device: torch.device | None = None) -> Any:
         size = [tensor_state.int_hint(s) for s in value.shape]
         stride = [tensor_state.int_hint(s) for s in value.stride()]
         made = torch.empty_strided(size, stride, dtype=value.dtype, device=device or value.device)
+        if value.is_conj() or value.is_neg():  # kernels that can't read such views copy them first
+            return tensor_state.viewed_as(made.zero_(), value)
         if value.dtype.is_floating_point and 0 not in stride:
             return _drawn(made) if value.dtype.itemsize >= 2 else made.zero_()
         return made.fill_(1) if value.dtype.is_floating_point or value.dtype == torch.bool else made.zero_()

@@ -228,8 +228,10 @@ def _workspace_bytes(
         result = run()
         elapsed_ms = 1e3 * (clock() - start)
     peak_bytes = max((interval.peak_bytes for interval in meter.intervals), default=0)
-    kept = tensor_state.tensors_among([result[position] for position in used] or result)
-    return max(0, peak_bytes - storage_bytes((t for t in kept if t.device == device), device)), elapsed_ms
+    results = tensor_state.tensors_among([result[position] for position in used] or result)
+    on_device = (t for t in results if t.device == device)
+    kept = (part for t in on_device for part in tensor_state.dense_parts(t)[-1:])  # of a sparse one the values
+    return max(0, peak_bytes - storage_bytes(kept, device)), elapsed_ms
 
 
 def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[int, ...] | None]) -> Profile:

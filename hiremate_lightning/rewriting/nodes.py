@@ -106,6 +106,17 @@ _NO_PROMISE = Operation()
 _registered: dict[Any, Operation] = {}
 
 
+def sparse_bytes(node: fx.Node) -> int | None:
+    """Return the bytes of a sparse result whose values a trace does not show; None for other operations."""
+    is_sparse = node.target is aten._embedding_bag_backward.default and node.args[9]
+    if not is_sparse:
+        return None
+    gradient, indices = (value.meta["val"] for value in node.all_input_nodes[:2])
+    rows, width = tensor_state.int_hint(indices.numel()), tensor_state.int_hint(gradient.shape[-1])
+    itemsize: int = gradient.dtype.itemsize
+    return rows * width * itemsize
+
+
 def register(function: Callable[..., Any], operation: Operation) -> None:
     """Register the properties of a function that stands in joint graphs."""
     _registered[function] = operation

@@ -259,6 +259,12 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return ()
 
 
+def viewed_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as a conjugated, or negated, view if another one is such a view."""
+    tensor = tensor.conj() if like.is_conj() else tensor
+    return torch._neg_view(tensor) if like.is_neg() else tensor
+
+
 def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Return the bytes of each storage of some tensors, by storage id."""
     parts = (part for tensor in tensors for part in dense_parts(tensor))

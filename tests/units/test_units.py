@@ -92,6 +92,7 @@ def test_what_is_no_budget_is_refused_with_reason_and_forms(value: object, reaso
     [
         ("10", 'Did you mean "10 GiB"?'),
         (16, 'Did you mean "16 GiB"?'),
+        (984_122, 'Did you mean "984122 B"?'),
         ("10G", 'Did you mean "10 GiB"?'),
         ("512 m", 'Did you mean "512 MiB"?'),
         ("1,5 GiB", 'Did you mean "1.5 GiB"?'),

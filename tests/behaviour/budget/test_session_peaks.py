@@ -240,6 +240,51 @@ def test_the_eager_peak_counts_what_autograd_keeps_for_a_moment(loss_of):
     assert plan.planned.peak_bytes < plan.unplanned.peak_bytes == pytest.approx(eager_bytes, abs=64)
 
 
+class Complex(nn.Module):
+    """Complex layers, whose backward multiplies by a conjugated view: the kernel copies it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, dtype=torch.cfloat) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.complex(x, x.roll(1, -1))
+        for layer in self.layers:
+            y = torch.view_as_complex(F.gelu(torch.view_as_real(layer(y))))
+        return y.abs()
+
+
+class Rows(nn.Module):
+    """Two tables with sparse gradients below a chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.bags = (
+            nn.Embedding(50, WIDTH, sparse=True),
+            nn.EmbeddingBag(50, WIDTH, mode="sum", sparse=True),
+        )
+        self.body = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2)])
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.body(self.words(words).mean(1) + self.bags(words))
+
+
+@pytest.mark.parametrize(
+    ("make", "make_batch", "budget"),
+    [(Complex, lambda: torch.randn(1024, WIDTH), "45%"), (Rows, lambda: torch.arange(4096).view(-1, 8) % 50, "100%")],
+)
+def test_complex_and_sparse_gradients_are_counted(make, make_batch, budget):
+    model, x = make(), make_batch()
+    model(x).square().mean().backward()
+    model.zero_grad()
+    eager_bytes = measure_peak(lambda: model(x).square().mean().backward())
+    hiremate(model, budget, verbose=False)
+    plan = take_steps(model, lambda _: x, 8, loss_of=lambda y: y.square().mean())
+    assert plan.unplanned_peak_bytes - plan.resident_bytes == pytest.approx(eager_bytes, rel=0.02)
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
+    assert plan.planned_peak_bytes <= plan.budget_bytes
+
+
 class Headed(nn.Module):
     """A chain with two more heads, which losses that begin later read."""
 
