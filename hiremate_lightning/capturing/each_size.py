@@ -69,7 +69,7 @@ class RuntimeSource(Protocol):
 
 
 Trace = Callable[[fx.GraphModule, Sequence[Any]], TracedCode]
-TraceAhead = Callable[[Runner, Sizes, Callable[[Sizes], TracedCode | None]], None]
+TraceAhead = Callable[[Runner, Sizes, Callable[[Sizes], Runner | None]], None]
 
 
 class EachSize:
@@ -99,7 +99,6 @@ class EachSize:
         self._trace, self._trace_ahead, self._same = trace, trace_ahead, same
         self._depends_on_values = False  # whether a trace holds only for inputs with the same `_particulars`
         self._traced = Latest[tuple[Any, ...], Runner](thresholds.current.size_traces)
-        self._ahead = dict[Sizes, TracedCode]()
         self._runtime_source, self._symbols = runtime_source, SizeSymbols(module, self._sizes)
         self._samples, self._made = dict[Sizes, TracedCode](), weakref.WeakSet[Runner]()
 
@@ -142,7 +141,7 @@ class EachSize:
             dynamo.log_failure(error)
             run = captured_code.eager_module(self._symbols.code_at(sizes))
         self._keep(sizes, inputs, run)
-        self._trace_ahead(run, sizes, lambda larger: self._traced_ahead(larger, inputs))
+        self._trace_ahead(run, sizes, lambda other: self._traced.get((other, ())) or self._trace_larger(other, inputs))
         return run
 
     def _trace_at(
@@ -173,12 +172,6 @@ class EachSize:
         if not is_general:
             return None
         self._keep(sizes, inputs, run)
-        return run
-
-    def _traced_ahead(self, sizes: Sizes, inputs: Sequence[Any]) -> TracedCode | None:
-        run = self._ahead.get(sizes) or self._trace_larger(sizes, inputs)
-        if run is not None:
-            self._ahead[sizes] = run
         return run
 
     # ---------------------------------------------------------------- code made from samples

@@ -43,6 +43,17 @@ class _Running:
         leaves: Any = [edge for edge in self.edges if type(edge[0]) is _AccumulateGrad]
         return {id(node.variable): (node, number) for node, number in leaves}
 
+    def terms_to(self, leaf: torch.Tensor, if_returned: bool) -> int:
+        """Return how many gradients of a leaf it adds up; 0 for none, or if `autograd.grad` returns them, by choice."""
+        edge = self.accumulating.get(id(leaf))
+        if edge is None:
+            return 0
+        try:
+            runs = bool(torch._C._will_engine_execute_node(edge[0]))
+        except RuntimeError:  # autograd.grad() returns the gradient of this leaf
+            runs = if_returned
+        return self.edges[edge] if runs else 0
+
     def end(self) -> None:
         """Drop references to the graph: autograd's threads keep this object."""
         self.roots, self.edges, self.accumulating = (), Counter(), {}
@@ -104,26 +115,13 @@ def taking_one(leaves: Mapping[int, torch.Tensor]) -> frozenset[int]:
     running = _current()
     if running is None:
         return frozenset()
-    usual = {
-        key: running.accumulating[id(leaf)]
-        for key, leaf in leaves.items()
-        if leaf.requires_grad and not has_hooks(leaf) and id(leaf) in running.accumulating
-    }
-    once = {key: edge for key, edge in usual.items() if running.edges[edge] == 1}
-    return frozenset(key for key, edge in once.items() if _will_run(edge, if_returned=False))
+    usual = {key: leaf for key, leaf in leaves.items() if leaf.requires_grad and not has_hooks(leaf)}
+    return frozenset(key for key, leaf in usual.items() if running.terms_to(leaf, if_returned=False) == 1)
 
 
 def has_hooks(leaf: torch.Tensor) -> bool:
     """Whether a leaf has hooks that see its gradient."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
-
-
-def _will_run(accumulating: Edge, if_returned: bool) -> bool:
-    """Whether the running backward adds to a leaf's `.grad`; `if_returned` if it returns the gradient instead."""
-    try:
-        return bool(torch._C._will_engine_execute_node(accumulating[0]))
-    except RuntimeError:  # autograd.grad() returns the gradient of this leaf
-        return if_returned
 
 
 def notes() -> dict[str, Any] | None:
@@ -135,10 +133,7 @@ def notes() -> dict[str, Any] | None:
 def terms_to(leaf: torch.Tensor) -> int:
     """Return how many gradients of a leaf the running backward adds up; 0 if it computes none."""
     running = _current()
-    if running is None:
-        return 0
-    edge = running.accumulating.get(id(leaf))
-    return 0 if edge is None or not _will_run(edge, if_returned=True) else running.edges[edge]
+    return 0 if running is None else running.terms_to(leaf, if_returned=True)
 
 
 def saved_by_captured() -> Iterator[torch.Tensor]:

@@ -112,11 +112,9 @@ def _always_static(*_: Any, **__: Any) -> tuple[bool, TensorStaticReason]:
     return True, TensorStaticReason.NOT_TENSOR
 
 
-def _capture_with(
-    has_static_shape: Callable[..., Any], fractions_vary: bool, code: types.CodeType, *arguments: Any, **options: Any
-) -> Any:
-    is_static = builder, "tensor_always_has_static_shape", has_static_shape
-    settings = dynamo_config.patch(specialize_float=not fractions_vary, **_SETTINGS)
+def _capture_with(mode: int, code: types.CodeType, *arguments: Any, **options: Any) -> Any:
+    is_static = builder, "tensor_always_has_static_shape", _always_static if mode else _has_static_shape
+    settings = dynamo_config.patch(specialize_float=mode == 2, **_SETTINGS)
     # These loggers print graph breaks over many lines: disable them unless the user enabled them.
     logs_of_breaks = [(each, "disabled", True) for each in _BREAK_LOGS if not each.isEnabledFor(logging.INFO)]
     with (
@@ -132,9 +130,7 @@ def _capture_with(
         if logs_of_breaks:  # some graph breaks are also warned of
             warnings.filterwarnings("ignore", "Dynamo (does not know how to|cannot) trace")
         log.debug("capturing %s", code.co_name)
-        result = _capture(code, *arguments, **options)
-    _captured.add(code)
-    return result
+        return _capture(code, *arguments, **options)
 
 
 def _capture_in_turn(sizes_vary: bool, code: types.CodeType, *arguments: Any, **options: Any) -> Any:
@@ -143,27 +139,18 @@ def _capture_in_turn(sizes_vary: bool, code: types.CodeType, *arguments: Any, **
     The modes: symbols for sizes that vary; static sizes; static sizes and constant floats. The last one is tried for
     code that was captured before: there a float that varies may be the cause of the failure.
     """
-    fractions_vary = code not in _without_fractions
-    modes: list[tuple[Callable[..., Any], bool]] = [(_always_static, fractions_vary)]
-    if fractions_vary and code in _captured:
-        modes.append((_always_static, False))
-    if sizes_vary and code not in _without_symbols:
-        modes.insert(0, (_has_static_shape, fractions_vary))
-    for mode in modes:
-        is_last = mode is modes[-1]
+    first, last = max(_modes.get(code, 0), int(not sizes_vary)), 2 if code in _modes else 1
+    for mode in range(first, last + 1):
         try:  # an error in the guards' log may be gone in the next mode
-            with replaced((_GUARDS_LOG, "disabled", not is_last or _GUARDS_LOG.disabled)):
-                result = _capture_with(*mode, code, *arguments, **options)
+            with replaced((_GUARDS_LOG, "disabled", mode < last or _GUARDS_LOG.disabled)):
+                result = _capture_with(mode, code, *arguments, **options)
             break
         except Exception as error:  # any error; after the last mode Dynamo runs the code uncaptured or fails
-            if is_last:
+            if mode == last:
                 _give_up(code, error)
                 raise
             log.debug("%s is captured again, with numbers that vary less", code.co_name, exc_info=True)
-    if sizes_vary and mode[0] is _always_static:
-        _without_symbols.add(code)
-    if mode == (_always_static, False):
-        _without_fractions.add(code)
+    _modes[code] = mode if mode > first else _modes.get(code, 0)
     return result
 
 
@@ -236,9 +223,8 @@ _GOT, _LINE_END = ": got ", r"\n"  # before an error's repr in such a line; a li
 _RAISED = "context: raised exception "  # before an error that traced code did not handle
 _BREAK_LOGS = [logging.getLogger(f"torch._dynamo.{name}") for name in ("exc", "variables.tensor")]
 _GUARDS_LOG = logging.getLogger("torch._guards")
-_captured: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo captured at least once
-_without_symbols: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on with symbolic sizes
-_without_fractions: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it failed on with varying floats
+# For code that Dynamo captured at least once: the first mode of `_capture_in_turn` that it does not fail on.
+_modes: weakref.WeakKeyDictionary[types.CodeType, int] = weakref.WeakKeyDictionary()
 _given_up: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on in every mode
 _innermost = types.SimpleNamespace(hear=lambda: None)  # starts listening for failures in the innermost planned call
 _seconds = types.SimpleNamespace(capturing=0.0)
@@ -356,8 +342,7 @@ def forget_compiled(function: Callable[..., Any]) -> None:
     for index, made in tuple(CleanupManager.instance.refs.items()):
         if orig_code_map.get(made()) is function.__code__:
             CleanupManager.instance._remove_id(index)
-    for codes in (_captured, _without_symbols, _without_fractions):
-        codes.discard(function.__code__)
+    _modes.pop(function.__code__, None)
     get_code_state().pop(CodeId.make(function.__code__), None)
 
 
