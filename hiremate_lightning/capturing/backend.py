@@ -23,7 +23,7 @@ from ..rewriting import casts
 from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, casts_alone, likely_terms, sums_alone
 from ..rewriting.joint import Joint, Source
 from ..rewriting.kernels import FusedKernels, as_eager
-from ..rewriting.nodes import drop_unread, forward_nodes
+from ..rewriting.nodes import drop_unread
 from ..rewriting.passes import run_passes
 from ..rewriting.straight_line import compiled
 from ..torch_private import aot, autocasting, backward_pass, captured_code, compiled_by_torch, tensor_state
@@ -243,26 +243,26 @@ class _Compilation:
 
 def _stub_modules(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Make the stub modules of the forward and the backward; their only saved tensor is an empty token."""
-    forward, backward, values = fx.Graph(), fx.Graph(), dict[fx.Node, fx.Node]()
-    _, _, *descriptions = aot.joint_outputs(captured.joint, len(captured.forward_outputs))
+    _, _, of_forward, of_backward = aot.joint_outputs(captured.joint, len(captured.forward_outputs))
+    token = fx.Graph().placeholder("token")
     with tensor_state.fake_mode_of([n.meta.get("val") for n in captured.placeholders]):
-        token = torch.empty(0)
-    needed = forward_nodes(captured.joint, captured.forward_outputs).union(captured.placeholders)
-    for node in captured.joint.graph.nodes:
-        if node in needed:
-            values[node] = forward.node_copy(node, values.__getitem__)
-    made = forward.call_function(torch.empty, ((0,),))
-    made.meta["val"] = token
-    outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
-    forward.output((*outputs, made)).meta["desc"] = [*descriptions[0], aot.describe_saved()]
+        token.meta["val"] = torch.empty(0)
+    results, of_results = (*captured.forward_outputs, token), [*of_forward, aot.describe_saved()]
+    forward = _stub(captured.joint, captured.placeholders, results, of_results)
+    return forward, _stub(captured.joint, (token, *captured.tangents), captured.backward_outputs, of_backward)
 
-    backward.placeholder("token").meta["val"] = token
-    for tangent in captured.tangents:
-        backward.placeholder(tangent.name).meta = dict(tangent.meta)
-    gradients = list(captured.backward_outputs)
-    for position, value in enumerate(gradients):
-        if isinstance(value, fx.Node):
-            gradients[position] = stand_in = backward.call_function(torch.empty, ((0,),))
-            stand_in.meta = dict(value.meta)
-    backward.output(tuple(gradients)).meta["desc"] = list(descriptions[1])
-    return captured_code.module_of(captured.joint, forward), captured_code.module_of(captured.joint, backward)
+
+def _stub(
+    joint: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[Any], descriptions: list[Any]
+) -> fx.GraphModule:
+    """Make a module whose inputs and outputs are described as these nodes are."""
+    graph, stand_ins = fx.Graph(), dict[Any, fx.Node]()
+    for node in inputs:
+        stand_ins[node] = graph.placeholder(node.name)
+    for node in outputs:
+        if isinstance(node, fx.Node) and node not in stand_ins:
+            stand_ins[node] = graph.call_function(torch.empty, ((0,),))
+    for node, stand_in in stand_ins.items():
+        stand_in.meta = dict(node.meta)
+    graph.output(tuple(stand_ins.get(value, value) for value in outputs)).meta["desc"] = descriptions
+    return captured_code.module_of(joint, graph)

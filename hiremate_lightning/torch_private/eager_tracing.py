@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch._dynamo  # before AOTAutograd, which imports it in a circle
 from torch._C import DispatchKey
-from torch._decomp import decomposition_table, meta_table
+from torch._decomp import decomposition_table
 from torch._dispatch.python import no_python_dispatcher
 from torch._functorch import config as functorch_config
 from torch._guards import StorageOverlap, TracingContext
@@ -199,19 +199,6 @@ def _with_integers(position: int, decomposition: Callable[..., Any], *args: Any,
 FOLD = aten.unfold_backward.default
 BY_ROOT_OF_LENGTH, BY_LENGTH = 1, 2  # norms of an inverse transform in at::native::fft_norm_mode
 SMALLEST = 1e-11  # smallest sum of squared windows that eager PyTorch divides by
-
-
-@contextmanager
-def sums_at_once() -> Iterator[None]:
-    """Trace sums of windows by shape in a `with` block; torch traces one addition for each place in a window."""
-    rule = {FOLD: _empty_sum}
-    with replaced_entries(meta_table, rule), replaced_entries(op_implementations_dict, rule):
-        yield
-
-
-def _empty_sum(mode: Any, _: Any, windows: torch.Tensor, sizes: Sequence[int], *__: int) -> torch.Tensor:
-    with mode:
-        return windows.new_empty(sizes)
 
 
 def istft(

@@ -77,7 +77,6 @@ HACKS = (
     Hack("unsought aliases", "aot.not_looking_for_aliases", Stage.TRACING),
     Hack("gradients with metadata", "aot.taking_gradients_with_metadata", Stage.TRACING),
     Hack("byte targets", "eager_tracing.byte_targets", Stage.CAPTURING | Stage.TRACING, mends=False),
-    Hack("sums of windows", "eager_tracing.sums_at_once", Stage.CAPTURING | Stage.TRACING, mends=False),
     # Code that is captured again without a difference runs its earlier program: it is not traced and planned again.
     Hack("same captures", "", mends=False),
 )

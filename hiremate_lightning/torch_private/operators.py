@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -70,26 +71,21 @@ def _does_the_same(function: Callable[..., Any], node: fx.Node) -> bool:
 
 
 class _FirstCall(TorchDispatchMode):
-    """Stops a computation at its first operator, by raising `_Called`."""
+    """Stops a computation at its first operator by an error, and keeps the operator with its arguments."""
+
+    called: tuple[Any, ...] | None = None
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise _Called(function, args, kwargs or {})
-
-
-class _Called(Exception):  # noqa: N818  not an error: it stops a computation
-    """Carries the operator and its arguments."""
+        self.called = function, args, kwargs or {}
+        raise NotImplementedError
 
 
 def _first_call(function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
     """Return the first operator that a function calls, with its arguments; None if the function rejects its own."""
-    try:
-        with tensor_state.real_mode(), torch.no_grad(), _FirstCall():  # type: ignore[no-untyped-call]
-            function(*args, **kwargs)
-    except _Called as called:
-        return called.args
-    except Exception:  # a function of that name may take anything else
-        return None
-    return None
+    first = _FirstCall()  # type: ignore[no-untyped-call]
+    with suppress(Exception), tensor_state.real_mode(), torch.no_grad(), first:  # it may take other arguments
+        function(*args, **kwargs)
+    return first.called
 
 
 def _are_equal(one: Any, other: Any) -> bool:

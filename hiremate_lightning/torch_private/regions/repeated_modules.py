@@ -146,12 +146,19 @@ def _read_unguarded(run: Any, *arguments: Any, **named: Any) -> Any:
     return run(*arguments, **named)
 
 
-@instead_of(*(f"torch._dynamo.variables.{of}.vt_identity_compare" for of in ("object_protocol", "builtin")))
-def _identify(compare: Any, one: Any, other: Any) -> Any:
-    """Note that code asks whether two objects are the same: no guard covers that, and another module may differ."""
-    if _is_one_of_many(one) and _is_one_of_many(other):
+_LOOKED_UP = ("base.VariableTracker", "user_defined.UserDefinedObjectVariable", "tensor.TensorVariable")
+
+
+@instead_of(
+    *(f"torch._dynamo.variables.{of}.vt_identity_compare" for of in ("object_protocol", "builtin")),
+    *(f"torch._dynamo.variables.{of}.hash_impl" for of in _LOOKED_UP),
+    "torch._dynamo.utils._get_fake_tensor",
+)
+def _identify(run: Any, *arguments: Any, **named: Any) -> Any:
+    """Note that code compares or looks up objects by identity: no guard covers that, and another module may differ."""
+    if all(_is_one_of_many(value) for value in arguments if isinstance(value, VariableTracker)):
         note_unseen()
-    return compare(one, other)
+    return run(*arguments, **named)
 
 
 def _is_one_of_many(variable: Any) -> bool:
@@ -159,17 +166,6 @@ def _is_one_of_many(variable: Any) -> bool:
         return not is_plain(variable.peek_value())
     variable = realized(variable)
     return variable.source is not None and not is_plain(variable.get_real_python_backed_value())
-
-
-_LOOKED_UP = ("base.VariableTracker", "user_defined.UserDefinedObjectVariable", "tensor.TensorVariable")
-
-
-@instead_of("torch._dynamo.utils._get_fake_tensor", *(f"torch._dynamo.variables.{of}.hash_impl" for of in _LOOKED_UP))
-def _look_up(look_up: Any, variable: Any, *arguments: Any, **named: Any) -> Any:
-    """Note that code looks up an object by its identity."""
-    if _is_one_of_many(variable):
-        note_unseen()
-    return look_up(variable, *arguments, **named)
 
 
 @instead_of("torch._dynamo.variables.builder.VariableBuilder.__call__")
@@ -183,7 +179,7 @@ def _build(build: Any, builder: Any, value: Any) -> Any:
     return build(builder, value)
 
 
-_STAND_INS = _call_or_copy, _change, _read_unguarded, _identify, _look_up, _build
+_STAND_INS = _call_or_copy, _change, _read_unguarded, _identify, _build
 
 
 def _traces_of(output: Any) -> _Traces:

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._decomp import meta_table
-from torch._subclasses.fake_impls import op_implementations_dict
 
-from hiremate_lightning.torch_private import eager_tracing, tensor_state
+from hiremate_lightning.torch_private import eager_tracing
 from tests.exact import captured_by, network, simple_loop, train_both
 
 LENGTH, WINDOW = 1_000, 64
@@ -94,11 +92,3 @@ def test_windows_that_leave_gaps_are_an_error_as_in_eager():
         module(torch.randn(2, LENGTH))
     with pytest.raises(RuntimeError, match="leave gaps"):
         captured_by(module, torch.randn(2, LENGTH))
-
-
-def test_a_sum_of_windows_is_shaped_without_a_look_at_each_place():
-    with eager_tracing.sums_at_once(), tensor_state.fake_mode():
-        windows = torch.empty(1, 3, 1_000_000)
-        assert eager_tracing.FOLD(windows, [2, 2_000_001], 1, 1_000_000, 500_000).shape == (2, 2_000_001)
-    assert eager_tracing.FOLD not in meta_table
-    assert eager_tracing.FOLD not in op_implementations_dict
