@@ -136,7 +136,7 @@ class EachSize:
         log.debug("tracing for the sizes %s", sizes)
         run: Runner
         try:
-            run, _ = self._trace_at(sizes, inputs)
+            run = self._trace_at(sizes, inputs)
         except Exception as error:  # AOTAutograd may raise anything: run eager
             dynamo.log_failure(error)
             run = captured_code.eager_module(self._symbols.code_at(sizes))
@@ -144,10 +144,8 @@ class EachSize:
         self._trace_ahead(run, sizes, lambda other: self._traced.get((other, ())) or self._trace_larger(other, inputs))
         return run
 
-    def _trace_at(
-        self, sizes: Sizes, inputs: Sequence[Any], layouts: Sequence[Layout | None] = ()
-    ) -> tuple[TracedCode, bool]:
-        """Trace the code; return also whether the trace holds for all values of these sizes, so that it is a sample."""
+    def _trace_at(self, sizes: Sizes, inputs: Sequence[Any], layouts: Sequence[Layout | None] = ()) -> TracedCode:
+        """Trace the code; keep the trace as a sample if it holds for all values of these sizes."""
         devices = {value.device for value in inputs if isinstance(value, torch.Tensor)}
         generators = torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"])
         with dynamo.counting_seconds(), generators, collecting_what_it_leaves():
@@ -157,7 +155,7 @@ class EachSize:
         if is_general and may_make and len(self._samples) < MOST_SAMPLES:
             self._samples[sizes] = run
         self._depends_on_values = self._depends_on_values or not is_general
-        return run, is_general
+        return run
 
     def _trace_larger(self, sizes: Sizes, inputs: Sequence[Any]) -> TracedCode | None:
         """Trace the code at sizes of which no tensors exist; None if that fails or holds only for some values."""
@@ -165,11 +163,11 @@ class EachSize:
         if layouts is None:
             return None
         try:
-            run, is_general = self._trace_at(sizes, inputs, [layouts[position] for position in self._input_positions])
+            run = self._trace_at(sizes, inputs, [layouts[position] for position in self._input_positions])
         except Exception:  # AOTAutograd may raise anything: trace again when these sizes come
             log.debug("Code can't be traced ahead for the sizes %s", sizes, exc_info=True)
             return None
-        if not is_general:
+        if self._depends_on_values:
             return None
         self._keep(sizes, inputs, run)
         return run

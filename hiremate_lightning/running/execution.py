@@ -112,8 +112,7 @@ class GraphRuntime:
         kept = Saved(program, run, leaves, self, saved, outputs)
         token.hiremate = kept  # type: ignore[attr-defined]
         self._saved.add(kept)
-        if self._takes_absent:
-            aot.let_gradients_be_absent(token)
+        token.takes_absent = self._takes_absent  # type: ignore[attr-defined]  # absent gradients come as None
         kept.fills_buckets = self.trial is None and sharding.fills_buckets()
         self._listener().forward_done(run, outputs)
         return [*outputs, token]

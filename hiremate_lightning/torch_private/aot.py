@@ -173,14 +173,9 @@ def taking_gradients_with_metadata(process: Callable[..., Any], gradient: Any, m
     return process(gradient, meta, *arguments)
 
 
-def let_gradients_be_absent(token: torch.Tensor) -> None:
-    """Mark a token that a captured forward saves: its backward gets None, not zeros, for gradients that never came."""
-    token.takes_absent = True  # type: ignore[attr-defined]
-
-
 @functools.cache
 def _heed_tokens() -> None:
-    """Patch `save_for_backward`: captured forwards that save a marked token do not materialize absent gradients."""
+    """Patch `save_for_backward`: with a token that `takes_absent`, absent gradients reach the backward as None."""
     save = FunctionCtx.save_for_backward
 
     @functools.wraps(save)

@@ -8,7 +8,6 @@ torch lacks the names that they replace. `hiremate doctor` lists the hacks that 
 from __future__ import annotations
 
 import functools
-import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -123,8 +122,7 @@ def _enter(in_place: ExitStack, hack: Hack) -> None:
     try:
         with ExitStack() as contexts:
             for place in hack.place.split(", "):
-                module, _, name = place.rpartition(".")
-                contexts.enter_context(getattr(importlib.import_module(f".{module}", __package__), name)())
+                contexts.enter_context(pkgutil.resolve_name(f"{__package__}.{place}")())
             in_place.enter_context(contexts.pop_all())
     except Exception as error:  # any name that another release moved or renamed
         if RELEASE in hack.checked:

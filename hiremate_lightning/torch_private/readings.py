@@ -33,7 +33,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 
 from ..housekeeping import log
-from .hacks import instead_of, replaced, replaced_entries
+from .hacks import around, instead_of, replaced, replaced_entries
 from .operators import draws
 
 # Functions of NumPy that do not round, or round as IEEE 754 says. `prod` is assumed to multiply sizes.
@@ -115,8 +115,7 @@ def backwards(_: Any, backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@contextmanager
-def gradients_from_before() -> Iterator[None]:
+def gradients_from_before() -> AbstractContextManager[None]:
     """Break graphs, in a `with` block, where a gradient must go through tensors computed before the captured code.
 
     Without it such a gradient silently lacks terms if arguments are passed by keyword, or if one tensor was computed
@@ -124,24 +123,22 @@ def gradients_from_before() -> Iterator[None]:
     """
     handlers = TorchInGraphFunctionVariable._get_handlers()
     read = handlers.get(torch.autograd.grad)  # None before 2.13, where Dynamo breaks graphs at it
+    return replaced_entries(handlers, {} if read is None else {torch.autograd.grad: around(read, _gradient)})
 
-    def read_whole(variable: Any, tracer: Any, *arguments: Any, **named: Any) -> Any:
-        for name in ("outputs", "inputs")[len(arguments) :]:  # by position: Dynamo checks these only
-            if name in named:
-                arguments = (*arguments, named.pop(name))
-        inputs = arguments[1:2]
-        outer = [tensor for i in inputs for tensor, source in dynamo_torch._collect_tensors_with_sources(i) if source]
-        may_be_of_each_other = len(outer) > 1 and any(tensor.grad_fn is not None for tensor in outer)
-        nodes = (node for i in inputs for node in dynamo_torch._collect_placeholder_nodes(i))
-        examples = [node.meta["grapharg"].example for node in nodes if node.meta.get("grapharg") is not None]
-        if may_be_of_each_other or any(getattr(example, "_backward_hooks", None) for example in examples):
-            explanation = "they have hooks, or one may have been computed of another: the graph does not show it"
-            end_graph("torch.autograd.grad of tensors from outside of the graph", explanation)
-        assert read is not None, "it is in its place"
-        return read(variable, tracer, *arguments, **named)
 
-    with replaced_entries(handlers, {} if read is None else {torch.autograd.grad: read_whole}):
-        yield
+def _gradient(read: Callable[..., Any], variable: Any, tracer: Any, *arguments: Any, **named: Any) -> Any:
+    for name in ("outputs", "inputs")[len(arguments) :]:  # by position: Dynamo checks these only
+        if name in named:
+            arguments = (*arguments, named.pop(name))
+    inputs = arguments[1:2]
+    outer = [tensor for i in inputs for tensor, source in dynamo_torch._collect_tensors_with_sources(i) if source]
+    may_be_of_each_other = len(outer) > 1 and any(tensor.grad_fn is not None for tensor in outer)
+    nodes = (node for i in inputs for node in dynamo_torch._collect_placeholder_nodes(i))
+    examples = [node.meta["grapharg"].example for node in nodes if node.meta.get("grapharg") is not None]
+    if may_be_of_each_other or any(getattr(example, "_backward_hooks", None) for example in examples):
+        explanation = "they have hooks, or one may have been computed of another: the graph does not show it"
+        end_graph("torch.autograd.grad of tensors from outside of the graph", explanation)
+    return read(variable, tracer, *arguments, **named)
 
 
 # ---------------------------------------------------------------- code that is not torch's
