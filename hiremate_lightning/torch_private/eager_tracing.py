@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -196,55 +195,20 @@ def _with_integers(position: int, decomposition: Callable[..., Any], *args: Any,
     return decomposition(*args, **kwargs)
 
 
-FOLD = aten.unfold_backward.default
-BY_ROOT_OF_LENGTH, BY_LENGTH = 1, 2  # norms of an inverse transform in at::native::fft_norm_mode
-SMALLEST = 1e-11  # smallest sum of squared windows that eager PyTorch divides by
+class _CheckedInTheGraph(tensor_state.TorchDispatchMode):
+    """Checks in the graph whether windows leave gaps; C++ reads the answer, which no trace knows."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is aten.equal.default:
+            has_gaps = args[0]
+            text = "istft: the windows leave gaps, their squares' sum is 0 somewhere"
+            torch._assert_async(has_gaps.logical_not(), text)
+            return False
+        return function(*args, **(kwargs or {}))
 
 
-def istft(
-    input: torch.Tensor,
-    n_fft: int,
-    hop_length: int | None = None,
-    win_length: int | None = None,
-    window: torch.Tensor | None = None,
-    center: bool = True,
-    normalized: bool = False,
-    onesided: bool | None = None,
-    length: int | None = None,
-    return_complex: bool = False,
-) -> torch.Tensor:
-    """Compute what PyTorch's C++ `istft` does, but check the windows in the graph: C++ reads their sum to check it."""
-    hop_length = n_fft // 4 if hop_length is None else hop_length
-    win_length = n_fft if win_length is None else win_length
-    spectra = torch.view_as_real(input.resolve_conj())
-    window = spectra.new_ones(win_length) if window is None else window
-    if win_length != n_fft:
-        left = (n_fft - win_length) // 2
-        window = aten.constant_pad_nd(window, [left, n_fft - win_length - left], 0)
-    is_single = input.dim() == 2
-    spectra = torch.view_as_complex((spectra.unsqueeze(0) if is_single else spectra).transpose(1, 2))
-    frames, norm = spectra.shape[1], BY_ROOT_OF_LENGTH if normalized else BY_LENGTH
-    if return_complex:
-        parts = aten._fft_c2c(spectra, [2], norm, False)
-    else:
-        is_whole = onesided is False or (onesided is None and spectra.shape[2] == n_fft)
-        parts = aten._fft_c2r(spectra[..., : n_fft // 2 + 1] if is_whole else spectra, [2], norm, n_fft)
-    end = n_fft + hop_length * (frames - 1)
-    start = n_fft // 2 if center else 0
-    stop = start + length if length is not None else -(n_fft // 2) if center else end
-    parts = parts * window.view(1, 1, n_fft)
-    sums = FOLD(parts, [parts.shape[0], end], 1, n_fft, hop_length)[:, start:stop]
-    squares = FOLD(window.pow(2).expand(1, frames, n_fft), [1, end], 1, n_fft, hop_length)[:, start:stop]
-    torch._assert_async(
-        squares.abs().min().ge(SMALLEST), "istft: the windows leave gaps, their squares' sum is 0 somewhere"
-    )
-    result: torch.Tensor = sums / squares
-    result = result.squeeze(0) if is_single else result
-    if stop > end:
-        warnings.warn(
-            "The length of signal is shorter than the length parameter. Result is being padded with zeros in the tail. "
-            "Please check your center and hop_length settings",  # as eager does
-            stacklevel=2,
-        )
-        result = aten.constant_pad_nd(result, [0, stop - end], 0)
+def istft(*arguments: Any, **options: Any) -> torch.Tensor:
+    """Compute PyTorch's C++ `istft`, with its check of the windows in the graph."""
+    with no_python_dispatcher(), _CheckedInTheGraph():  # type: ignore[no-untyped-call]
+        result: torch.Tensor = torch._C._VariableFunctions.istft(*arguments, **options)
     return result
