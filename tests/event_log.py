@@ -402,7 +402,7 @@ RUNS: dict[str, Run] = {
     "broken": partial(chain, "60%", make=Broken),
     "parts": partial(chain, "70%", target=["body"]),
     "budgets": budgets,
-    "too-small": partial(chain, 1_200_000, make=partial(Chain, depth=6, width=64), shape=(2048, 64)),
+    "too-small": partial(chain, 1_100_000, make=partial(Chain, depth=2, width=64), shape=(2048, 64)),
     "plain-optimizer": plain_optimizer,
     "frozen": partial(chain, "70%", make=half_frozen),
     "half": half,
