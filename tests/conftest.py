@@ -26,6 +26,7 @@ MODEL_PACKAGES = ("transformers", "timm")
 
 if hasattr(torch._dynamo.config, "issue_3_13_0_warning"):
     torch._dynamo.config.issue_3_13_0_warning = False  # advice against one release of Python, at each capture
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # it takes 20 ms of each capture, for a line of a log
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

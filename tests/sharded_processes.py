@@ -20,7 +20,7 @@ from tests import pipelines
 from tests.pipelines import PIPELINES
 from tests.processes import leave
 from tests.sharded_tools import TOOLS, too_small
-from tests.sharding import CASES, HEAVY, SCORED, TOO_SMALL, Left, train
+from tests.sharding import CASES, SCORED, TOO_SMALL, Left, train
 from tests.shared_memory import SharedMemory
 
 
@@ -39,7 +39,7 @@ def main(folder: Path, wanted: list[str]) -> None:
     shared_solving.PATIENCE_S = 60.0  # a machine that is busy must not decide on the outcome
     memory = SharedMemory(folder, rank, world)
     trainings: dict[str, Callable[[bool], Left]] = {
-        **{case.name: partial(train, case, rank, memory) for case in (*CASES, *HEAVY, *SCORED)},
+        **{case.name: partial(train, case, rank, memory) for case in (*CASES, *SCORED)},
         **{pipeline.name: partial(pipelines.train, pipeline, rank) for pipeline in PIPELINES},
         **{name: partial(train_with, rank) for name, train_with in TOOLS.items()},
         **{name: partial(train_model, rank, memory) for name, train_model in models().items()},
@@ -47,7 +47,7 @@ def main(folder: Path, wanted: list[str]) -> None:
     asked = [name for name in trainings if not wanted or name in wanted]
     found: dict[str, Any] = {name: tuple(trainings[name](planned) for planned in (False, True)) for name in asked}
     if not wanted or TOO_SMALL in wanted:
-        found[TOO_SMALL] = [too_small(rank, budgets) for budgets in (("4 MiB", "500 KiB"), ("500 KiB", "4 MiB"))]
+        found[TOO_SMALL] = too_small(rank, ("4 MiB", "500 KiB"))
     torch.save(found, folder / f"{rank}.pt")
     leave()
 

@@ -164,6 +164,7 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 gpt = partial(Language)
 llama = partial(Language, gated=True)
+wide = partial(Case, rows=2, length=16, budget="95%", bf16=True)
 CASES = [
     Case("frozen embeddings, planned before it is sharded", gpt, when="before", trains="blocks"),
     Case("only norms trained, blocks named before it is sharded", gpt, blocks=True, when="before", trains="norm"),
@@ -175,21 +176,13 @@ CASES = [
     ),
     Case("blocks that run twice, on replicas, clipped", partial(gpt, times=2), blocks=True, mesh=(2, 1), clips=True),
     Case("parts of blocks, and of rows between them", llama, parts=True, blocks=True, gloo=True, sequence=True),
-]
-wide = partial(Case, rows=2, length=16, budget="95%")
-HEAVY = [
-    wide("weights outweigh activations", partial(gpt, width=128, blocks=3)),
     wide(
-        "weights in bfloat16 that stay whole outweigh them",
-        partial(gpt, width=128, blocks=3),
-        bf16=True,
-        reshard=False,
-        budget="98%",
+        "weights that stay whole outweigh activations", partial(gpt, width=128, blocks=3), reshard=False, budget="98%"
     ),
 ]
 SCORED = [
     Case("GPT", partial(gpt, scores=True)),
-    wide("weights of a Llama in bfloat16 outweigh them", partial(llama, width=128, blocks=3, scores=True), bf16=True),
+    wide("weights of a Llama outweigh activations", partial(llama, width=128, blocks=3, scores=True)),
     Case("Llama in parts", partial(llama, scores=True), parts=True),
     Case("one shard of parts of blocks", partial(llama, scores=True), parts=True, mesh=(1, 2)),
     Case("shards of blocks in one part", partial(gpt, scores=True), parts=True, mesh=(2, 1)),

@@ -27,10 +27,9 @@ from tests.processes import leave
 
 SCRIPTS = [
     Script("accelerate", "no", 1, "before"),
-    Script("accelerate", "bf16", 3, "before"),
-    Script("accelerate", "no", 3, "after"),
-    Script("accelerate", "bf16", 1, "after"),
-    *(Script("fabric", "bf16", 1, place) for place in ("before", "after")),
+    Script("accelerate", "bf16", 3, "after"),
+    Script("fabric", "no", 3, "before"),
+    Script("fabric", "bf16", 1, "after"),
     Script("plain", "no", 3, "before"),
 ]
 ACROSS = "statistics across ranks"

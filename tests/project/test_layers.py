@@ -298,7 +298,7 @@ def test_the_core_loads_without_lightning_and_accelerate() -> None:
 
 
 def test_loading_a_framework_would_be_seen() -> None:
-    loaded = modules_loaded_by(f"import {PACKAGE}\nimport accelerate")
+    loaded = modules_loaded_by("import types\nsys.modules['accelerate.utils'] = types.ModuleType('accelerate.utils')")
 
     assert "accelerate" in loaded & set(FRAMEWORKS)
 

@@ -43,16 +43,13 @@ def test_what_is_loaded_when_asked_for_is_shown_to_type_checkers() -> None:
 
 
 def test_the_callbacks_import_from_anywhere(tmp_path: Path) -> None:
-    result = run_python("-c", "import hiremate_lightning.callbacks as c; print(c.__name__)", cwd=tmp_path)
-
-    assert result.stdout.strip() == "hiremate_lightning.callbacks", result.stderr
-    shutil.copytree(PACKAGE, tmp_path / "hiremate_lightning")
-    shutil.copytree(ROOT / "callbacks", tmp_path / "callbacks")
-
+    """Of the copy of the package that stands first on Python's path; test_random_states.py imports them."""
     place = "from importlib.util import find_spec as f; print(f('hiremate_lightning.callbacks').origin)"
-    result = run_python("-c", place, cwd=tmp_path)
-
-    assert Path(result.stdout.strip()) == tmp_path / "callbacks" / "__init__.py", result.stderr
+    for top in (ROOT, tmp_path):
+        result = run_python("-c", place, cwd=tmp_path)
+        assert Path(result.stdout.strip()) == top / "callbacks" / "__init__.py", result.stderr
+        for folder in (PACKAGE, ROOT / "callbacks"):
+            shutil.copytree(folder, tmp_path / folder.name, dirs_exist_ok=True)
 
 
 def test_the_callbacks_are_never_a_second_copy() -> None:

@@ -24,11 +24,10 @@ FILES = (
     *("behaviour/exactness/test_any_order", "behaviour/exactness/test_offloaded", "behaviour/exactness/test_loops"),
     "behaviour/integrations/test_strategy",
 )
+ONE_NETWORK = "not resnet and not unet"  # on the host's kernels a network whole is as slow as all that is small
 PARTS = {
-    "training": "training_by_a_plan and tight",
-    "loops": "script",
-    "away": "test_offloaded",
-    "offloading": "test_offloading",
+    "training": "(gpt-tight-autocast or unet-tight-float32) and training_by_a_plan or script",  # each network and type
+    "offloading": f"test_offloading and not resnet or test_offloaded and {ONE_NETWORK}",
     # a search for the largest batch takes minutes of a CPU
     "rest": "not training_by_a_plan and not script and not largest_batch and not test_offload",
 }

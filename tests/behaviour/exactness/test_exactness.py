@@ -23,7 +23,7 @@ def test_training_by_a_plan_equals_eager_within_the_budget(name):
 
     plan = assert_exact_within(name, "50%", plain)
 
-    problem = Problem(plan.graph, plan.profile, 0, SolveOptions(time_limit_s=3))
+    problem = Problem(plan.graph, plan.profile, 0, SolveOptions(time_limit_s=1))
     assert_exact_within(name, plan.resident_bytes + smallest_budget(problem).peak_bytes, plain)
 
 
@@ -31,7 +31,7 @@ def assert_exact_within(name, budget, plain):
     """Train a model as it was trained without a plan, within a budget; return the plan."""
     model = build(name)
     keys = list(model.module.state_dict())
-    hiremate(model.module, budget, time_limit_s=3, verbose=False)
+    hiremate(model.module, budget, time_limit_s=1, verbose=False)
 
     found, peaks = train(model, STEPS, measured=MEASURED)
 

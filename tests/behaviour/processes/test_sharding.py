@@ -17,7 +17,7 @@ from hiremate_lightning.records.simulation import simulate
 from tests.exact import assert_same
 from tests.pipelines import BUFFERS_BYTES, PIPELINES, Pipeline
 from tests.processes import run_two
-from tests.sharding import CASES, HEAVY, SCORED, TOO_SMALL, Case, Left, tokens
+from tests.sharding import CASES, SCORED, TOO_SMALL, Case, Left, tokens
 
 pytestmark = pytest.mark.slow
 MODELS = [pytest.param(name, marks=pytest.mark.models) for name in ("Trainer", "T5", "ViT")]
@@ -73,13 +73,12 @@ def test_the_optimizer_state_of_zero_is_counted_once(ranks: Ranks):
 
 
 def test_a_budget_too_small_for_one_rank_is_an_error_on_both(ranks: Ranks):
-    for left in ranks:
-        assert all("is too small" in text for text in left[TOO_SMALL]), left[TOO_SMALL]
-    others = [["Another process" in text for text in left[TOO_SMALL]] for left in ranks]
-    assert others == [[True, False], [False, True]]
+    texts = [left[TOO_SMALL] for left in ranks]
+    assert ["is too small" in text for text in texts] == [True, True], texts
+    assert ["Another process" in text for text in texts] == [True, False]
 
 
-@pytest.mark.parametrize("case", [*CASES, *HEAVY, *SCORED], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *SCORED], ids=str)
 def test_a_sharded_model_trains_as_without_a_plan(ranks: Ranks, case: Case):
     """By one plan, made at the second step without warnings, whose peak and resident bytes are the measured ones.
 
