@@ -3,25 +3,15 @@
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments, set_seed
+
+from tests.trainers import Sentences
 
 
 @dataclass
 class ModelArguments:
     n_layer: int = field(default=2)
     n_embd: int = field(default=32)
-
-
-class GroupedTexts(Dataset):
-    def __init__(self, rows, block_size=32):
-        self.rows = torch.randint(0, 64, (rows, block_size), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
 def main():
@@ -38,7 +28,7 @@ def main():
         eos_token_id=0,
     )
     model = GPT2LMHeadModel(config)
-    trainer = Trainer(model=model, args=training_args, train_dataset=GroupedTexts(64), eval_dataset=GroupedTexts(8))
+    trainer = Trainer(model=model, args=training_args, train_dataset=Sentences(64, 32), eval_dataset=Sentences(8, 32))
     train_result = trainer.train()
     trainer.log_metrics("train", {"train_loss": train_result.metrics["train_loss"]})
     trainer.evaluate()

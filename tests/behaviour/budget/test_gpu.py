@@ -24,6 +24,7 @@ from tests.behaviour.exactness.test_execution import compiled, keep_all, nothing
 from tests.behaviour.exactness.test_replays import NOISES, NORMS, make_normed
 from tests.behaviour.exactness.test_replays import make as make_noisy
 from tests.behaviour.sizes.test_saved_offload import Net as Saving
+from tests.behaviour.sizes.test_saved_offload import changed_after_it_was_saved
 from tests.exact import assert_same, planned_alike, square_error
 from tests.training import build
 
@@ -168,28 +169,14 @@ def test_what_is_offloaded_leaves_the_device_and_comes_back_once():
     assert torch.equal(x.grad, 8 * x.detach())
 
 
-def changed_after_it_was_saved() -> tuple[torch.Tensor, torch.Tensor]:
-    """Offload a value, change it in place, and offload it again; return the gradient, and what it is."""
-    x = torch.randn(2**18, device="cuda", requires_grad=True)
-    with SavedOffload({storage_id(x)}):
-        y = x * 1
-        loss = y.sin().sum()
-        with torch.no_grad():
-            y.add_(1)
-        loss = loss + y.cos().sum()
-        del y
-    plain = x.detach()
-    return torch.autograd.grad(loss, x)[0], plain.cos() - (plain + 1).sin()
-
-
 def test_what_is_offloaded_may_be_changed_in_place_afterwards():
-    assert torch.equal(*changed_after_it_was_saved())
+    assert torch.equal(*changed_after_it_was_saved("cuda"))
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="on a real GPU copies may end in time by chance")
 def test_a_missing_wait_for_what_is_offloaded_is_seen(monkeypatch):
     monkeypatch.setattr(Leaving, "wait", lambda self: None)
-    assert not torch.equal(*changed_after_it_was_saved())
+    assert not torch.equal(*changed_after_it_was_saved("cuda"))
 
 
 def test_blocks_of_what_was_offloaded_are_used_again():

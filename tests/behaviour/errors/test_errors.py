@@ -31,11 +31,3 @@ def test_every_error_of_the_module_is_under_the_root():
     assert [error for error in found if not issubclass(error, (HiRemateError, HiRemateWarning))] == []
     assert issubclass(HiRemateWarning, UserWarning)
     assert not issubclass(HiRemateWarning, HiRemateError)
-
-
-def test_an_infeasible_budget_carries_its_numbers():
-    """A handler for memory that runs out catches it."""
-    with pytest.raises(torch.OutOfMemoryError, match=r"^too small$") as caught:
-        raise InfeasibleBudgetError("too small", budget_bytes=1, smallest_bytes=2, module="blocks.0")
-    error = caught.value
-    assert (error.budget_bytes, error.smallest_bytes, error.module) == (1, 2, "blocks.0")

@@ -126,13 +126,6 @@ def test_graphs_on_both_sides_of_a_break_are_planned_as_one_step():
     assert {id(b) for b in root.buffers()} == {id(b) for b in model.buffers()}
 
 
-def test_models_compiled_with_other_options_have_own_sessions():
-    for budget in ("80%", "90%"):
-        model = chain(1)
-        train(compiled(model, budget=budget), model, rows=(ROWS,) * 2)
-        assert str(get_plan(model).budget) == budget
-
-
 class _Already:
     """A loss that passes through the rest of the loss unchanged."""
 

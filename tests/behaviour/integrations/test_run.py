@@ -153,11 +153,6 @@ def test_lightnings_command_line_trains_the_same(capsys):
     assert plan["target"] == "AutoEncoder"
 
 
-def test_a_script_with_hydra_trains_the_same(capsys, tmp_path):
-    pytest.importorskip("hydra", reason="hydra-core is not installed")
-    run_both(capsys, "70%", "hydra_main.py", f"output={tmp_path / 'out.pt'}", f"hydra.run.dir={tmp_path / 'hydra'}")
-
-
 def test_two_processes_of_torchrun_train_the_same(tmp_path):
     """Only the first of them speaks."""
     path = os.pathsep.join(filter(None, sys.path))

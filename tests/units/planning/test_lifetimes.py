@@ -65,16 +65,6 @@ def test_a_chain_is_followed_block_by_block():
     ]
 
 
-def test_a_view_keeps_the_block_alive_and_has_none_of_its_own():
-    b = Builder()
-    a = b.op("a", (), 100)
-    view = b.op("view", (a,), view_of=a)
-    b.op("g", (view,), 7, backward=True)
-    graph, _ = b.graph()
-    lives = lifetimes(graph, lower(graph, keep_all(graph)))
-    assert [(life.node, life.size_bytes, life.last) for life in lives] == [(0, 100, 2), (2, 7, 2)]
-
-
 def test_memory_held_by_others_lives_on_outside_of_the_plan():
     b = Builder()
     loss = b.outside((b.op("a", (), 100),), 30)

@@ -13,7 +13,7 @@ from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph, StorageKind
 from hiremate_lightning.records.schedule import Compute, Free, Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import Moment, Simulation, allocations, simulate
-from tests.helpers import moments, random_graph, refused
+from tests.helpers import moments, refused
 from tests.tiny import Builder, chain, plan_keeping, recompute_lazily, storages_of, transformer
 
 
@@ -185,15 +185,6 @@ def test_replays_stand_in_for_random_nodes():
     ran = [graph.nodes[moment.node].name for moment in simulation.timeline[simulation.turn :]]
     assert "dropout0" not in ran
     assert simulation.recompute_ms > 0
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_allocations_have_the_peak_that_the_simulation_has(seed):
-    graph, profile = random_graph(seed)
-    for kept in ((), range(len(graph.storages))):
-        schedule = lower(graph, recompute_lazily(graph, kept))
-        found = allocations(graph, schedule).peak_bytes(np.array(graph.sizes), np.array(profile.workspace_bytes))
-        assert found == simulate(graph, profile, schedule).peak_bytes
 
 
 def test_what_is_offloaded_takes_memory_where_it_is_used_only():

@@ -145,26 +145,3 @@ def test_small_values_and_large_ones_have_one_program():
     decisions = keep_all(new.graph)
     program = programs_of(samples, decisions).at((907,))
     assert equal(results(new, program), results(new, build(new, lower(new.graph, decisions))))
-
-
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.layer(x)
-        return y.sin() if len(x) > 6 else y.cos()
-
-
-class Cutting(Branching):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)[: len(x) % 7 + 1].sin()
-
-
-@pytest.mark.parametrize(("module", "why"), [(Branching, "not the same graph"), (Cutting, "no expression")])
-def test_other_code_at_other_sizes_has_no_programs(module: type[nn.Module], why: str):
-    code = module()
-    samples = {size: captured_at(code, size, 4) for size in (5, 8, 10)}
-    with pytest.raises(SizesDifferError, match=why):
-        programs_of(samples, keep_all(samples[5].graph))
