@@ -220,7 +220,8 @@ class PlanMaker:
         step = replace(step, resident=resident, limits=limits, counts_on_freed_gradients=False)
         step = self.waiting.at(signature, step)
         step = replace(step, limits=self.limits(signature, step))
-        if has_more_state or (plan.measured.peak_bytes or 0) > step.limits.budget_bytes:
+        highest_bytes = max(plan.measured.peak_bytes or 0, plan.measured.predicted_bytes or 0)
+        if has_more_state or highest_bytes > step.limits.budget_bytes:
             plan = plan.with_measured(peak_bytes=None, predicted_bytes=None)  # measured beside other resident bytes
         merged = step.merge()
         adapted = plan.changed(
