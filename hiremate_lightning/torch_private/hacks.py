@@ -55,6 +55,7 @@ HACKS = (
     Hack("unread numbers", "readings.unread_numbers"),
     Hack("noted changes", "captured_code.noted"),
     Hack("reentrant checkpoint", "readings.checkpoints"),
+    Hack("checkpoint in segments", "readings.checkpoints_in_segments", mends=False),
     Hack("gradients from before", "readings.gradients_from_before"),
     Hack("backwards without a gradient", "readings.backwards", mends=False),
     Hack("out by copying", "readings.copied_results", mends=False),

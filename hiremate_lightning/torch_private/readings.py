@@ -31,6 +31,7 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ..housekeeping import log
 from .hacks import around, instead_of, replaced, replaced_entries
@@ -103,6 +104,35 @@ def checkpoints(read: Any, variable: Any, tracer: Any, arguments: list[Any], nam
 def _without_gradients(function: Callable[..., Any], *arguments: Any) -> Any:
     with torch.no_grad():
         return function(*arguments)
+
+
+@contextmanager
+def checkpoints_in_segments() -> Iterator[None]:
+    """Capture `checkpoint_sequential` in a `with` block; Dynamo breaks graphs at it, so that its layers get no plan."""
+    rule, answer = {checkpoint_sequential: TorchInGraphFunctionVariable}, {checkpoint_sequential: _inline_segments}
+    with replaced_entries(get_torch_obj_rule_map(), rule), replaced_entries(_handlers, answer):
+        yield
+
+
+def _inline_segments(_: Any, tracer: Any, *arguments: Any, **named: Any) -> Any:
+    if "use_reentrant" not in named:
+        warnings.warn("torch.utils.checkpoint.checkpoint_sequential: pass use_reentrant explicitly.", stacklevel=2)
+    return tracer.inline_user_function_return(VariableTracker.build(tracer, _in_segments), list(arguments), named)
+
+
+def _in_segments(functions: Any, segments: int, value: Any, use_reentrant: Any = True, **settings: Any) -> Any:
+    """Compute as `checkpoint_sequential` does: all segments but the last one are checkpointed."""
+    layers = list(functions.children() if isinstance(functions, torch.nn.Sequential) else functions)
+    size = len(layers) // segments
+
+    def run(value: Any, first: int, end: int) -> Any:
+        for layer in layers[first:end]:
+            value = layer(value)
+        return value
+
+    for first in range(0, size * (segments - 1), size):
+        value = checkpoint(run, value, first, first + size, use_reentrant=use_reentrant, **settings)
+    return run(value, size * (segments - 1), len(layers))
 
 
 @instead_of("torch._dynamo._trace_wrapped_higher_order_op.autograd_function_backward_rewritten")

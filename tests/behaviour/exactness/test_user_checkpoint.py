@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
@@ -51,6 +56,18 @@ class _Selective(_Block):
     options = {"use_reentrant": False, "context_fn": _keep_products}  # noqa: RUF012
 
 
+class _Segments(nn.Module):
+    """Three layers in two segments, of which the first one is checkpointed."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU(), nn.LayerNorm(SIZE)) for _ in range(3)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return checkpoint_sequential(self.layers, 2, x, use_reentrant=True)
+
+
 class _Unequal(_Block):
     """Only some blocks are checkpointed, and one of them within another."""
 
@@ -70,7 +87,7 @@ class _Counting(_Block):
         return super().inner(x)
 
 
-KINDS = {block.__name__: block for block in (_Block, _Reentrant, _Selective)}
+KINDS = {block.__name__: block for block in (_Block, _Reentrant, _Selective, _Segments)}
 
 
 def _net(block, dtype=torch.float32):
@@ -95,10 +112,12 @@ def test_the_whole_is_what_the_step_takes_with_checkpoint(name):
     assert plan.measured.peak_bytes - plan.resident_bytes <= 1.01 * eager_bytes
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_a_step_with_checkpoint_is_exact_within_its_share(dtype):
+@pytest.mark.parametrize(
+    ("block", "dtype"), [(_Block, torch.float64), (_Block, torch.bfloat16), (_Segments, torch.float32)]
+)
+def test_a_step_with_checkpoint_is_exact_within_its_share(block, dtype):
     loop = simple_loop(lambda step: torch.randn(ROWS, SIZE, dtype=dtype), steps=4)
-    plan = train_both(lambda: _net(_Block, dtype), loop, "95%")
+    plan = train_both(lambda: _net(block, dtype), loop, "95%")
     assert plan.planned_peak_bytes <= plan.budget_bytes
     assert plan.schedule.recomputed(plan.graph)
 
