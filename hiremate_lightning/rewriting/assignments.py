@@ -34,8 +34,6 @@ _SCATTERS = {
     aten.select_scatter.default: "select",
     aten.diagonal_scatter.default: "diagonal",
 }
-_NAMES = {view: name for name, view in _VIEWS.items()}
-_DEFAULTS: dict[str, tuple[int | None, ...]] = {"slice": (0, None, None, 1), "select": (), "diagonal": (0, 0, 1)}
 
 # Operators that return the second argument in the shape and dtype of the first.
 _NEW_VALUES = {aten.copy.default, aten.fill.Scalar, aten.fill.Tensor}
@@ -75,7 +73,7 @@ def assign_to_new(
     return _fill(made if value is None else made.fill_(value), parts)
 
 
-nodes.register(assign, nodes.Operation(into=nodes.Into.FIRST, keeps_nothing=True, follows_strides=True))
+nodes.register(assign, nodes.Operation(into=nodes.Into.FIRST, keeps_nothing=True))
 nodes.register(assign_to_new, nodes.Operation(keeps_nothing=True))
 
 
@@ -94,9 +92,7 @@ def _fill(result: torch.Tensor, parts: Sequence[Any]) -> torch.Tensor:
 def gather(joint: Joint) -> None:
     """Make each assignment one operation."""
     for node in list(joint.graph.nodes):
-        if node.target not in _FILLED or not nodes.fills_memory(node.meta["val"]):
-            continue
-        if _is_contiguous(node) and not node.kwargs.get("pin_memory"):
+        if node.target in _FILLED and _is_usual(node):
             # `torch.full` makes a tensor of one number without another tensor, so its recomputation needs no other.
             shown, number = node.meta["val"], _FILLED[node.target](node.args)
             options = {"dtype": shown.dtype, "device": shown.device, "pin_memory": False}
@@ -122,18 +118,16 @@ def merge_with_bases(joint: Joint) -> None:
             waiting = [t for t in (source.meta.get("val") for source in sources) if t is not None]
             if sum(t.nbytes for t in waiting) <= shown.nbytes:
                 nodes.replace_node(node, base.target, (*base.args, *parts))
-        elif base.target in _EMPTY or base.target is aten.full.default:
+        elif (base.target in _EMPTY or base.target is aten.full.default) and _is_usual(base):
             value = base.args[1] if base.target is aten.full.default else None
-            if _is_contiguous(base) and not base.kwargs.get("pin_memory"):
-                like = (shown.dtype, shown.device)
-                nodes.replace_node(node, assign_to_new, (list(shown.shape), value, like, *parts))
+            like = (shown.dtype, shown.device)
+            nodes.replace_node(node, assign_to_new, (list(shown.shape), value, like, *parts))
 
 
 def _copy_gradients_once(joint: fx.GraphModule) -> None:
-    """Make an assignment's backward write into the gradient itself if nothing else reads it, else into one copy.
+    """Make an assignment's backward write into one copy of the gradient, which `overwriting` then leaves out if it may.
 
-    The trace copies the gradient into new memory, and then copies that memory once more. Gradients whose strides may
-    differ from the traced ones, such as the caller's, are still copied once.
+    The trace copies the gradient into new memory, and then copies that memory once more.
     """
     unsettled = nodes.unsettled_among(filter(aot.is_tangent, joint.graph.find_nodes(op="placeholder")))
     for node in nodes.computations(joint):
@@ -147,26 +141,10 @@ def _copy_gradients_once(joint: fx.GraphModule) -> None:
         if (shown.shape, shown.dtype, shown.device) != (copied.shape, copied.dtype, copied.device):
             continue
         is_alike = source not in unsettled and nodes.lies_as(copied, shown) and nodes.has_definite_strides(shown)
-        root = _sole_source(node) if is_alike else None
-        is_torchs = root is not None and nodes.is_of_torch(nodes.operation_of(root).target)
-        if root and is_torchs and nodes.is_on_new_memory(root) and nodes.lies_as(root.meta["val"], shown):
-            nodes.show_as(root, shown)
-            node.replace_all_uses_with(root)
-            joint.graph.erase_node(node)
-        elif is_alike:
+        if is_alike:
             nodes.replace_node(node, aten.clone.default, (source,))
-        elif _is_contiguous(nodes.source_of(node)):
+        elif _is_usual(nodes.source_of(node)):
             nodes.replace_node(node, aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
-
-
-def _sole_source(copy: fx.Node) -> fx.Node | None:
-    """Return the tensor that a copy was made from, through its views; None if another node reads that tensor."""
-    readers, node = set(copy.all_input_nodes[:1]) | {copy}, copy.all_input_nodes[-1]
-    while node.users.keys() <= readers:
-        if not nodes.is_view(node.target):
-            return node
-        readers, node = {node}, nodes.source_of(node)
-    return None
 
 
 def _gather_steps(node: fx.Node) -> None:
@@ -177,11 +155,13 @@ def _gather_steps(node: fx.Node) -> None:
     path: list[Any] = []
     scatter: Any = node
     source: Any = node
-    while source.target in _SCATTERS and (source is node or _leads_to(source, scatter, base, path)):
-        step = _step(_SCATTERS[source.target], source.args[0], (*source.args[2:],))
-        if source.kwargs or step is None:
+    part: torch.Tensor = base.meta["val"]
+    while source.target in _SCATTERS and (source is node or _changes(source, part, scatter)):
+        name, arguments = _SCATTERS[source.target], source.args[2:]
+        if source.kwargs or any(isinstance(argument, fx.Node) for argument in arguments):
             break
-        path.append(step)
+        path.append((name, arguments))
+        part = _VIEWS[name](part, *arguments)
         scatter, source = source, source.args[1]
     if not path:
         return
@@ -191,35 +171,16 @@ def _gather_steps(node: fx.Node) -> None:
     nodes.replace_node(node, assign, (base, tuple(path), source))
 
 
-def _leads_to(source: fx.Node, scatter: fx.Node, base: fx.Node, path: Sequence[Any]) -> bool:
-    """Whether a scatter's source is the part of its base at a path with other values, and has no other reader."""
-    view: Any = source.args[0]
-    for step in reversed(path):
-        if view.target not in _NAMES or _step(_NAMES[view.target], view.args[0], (*view.args[1:],)) != step:
-            return False
-        view = view.args[0]
-    is_same = (view.target, view.args, view.kwargs) == (base.target, base.args, base.kwargs)
-    return source.users.keys() == {scatter} and (view is base or (is_same and nodes.is_view(view.target)))
+def _changes(source: fx.Node, part: torch.Tensor, scatter: fx.Node) -> bool:
+    """Whether a node gives a part of a tensor other values, and only `scatter` reads these."""
+    return source.users.keys() == {scatter} and nodes.show_the_same(nodes.source_of(source).meta.get("val"), part)
 
 
-def _step(name: str, source: Any, arguments: Sequence[Any]) -> tuple[str, tuple[int, ...]] | None:
-    """Return one step of indexing in normal form, equal for equal steps; None if a number in it is symbolic."""
-    shape, numbers = source.meta["val"].shape, (*arguments, *_DEFAULTS[name][len(arguments) :])
-    if not all(isinstance(number, int) for number in (*shape, *numbers) if number is not None):
-        return None
-    if name == "diagonal":
-        offset, first, second = numbers
-        return name, (offset, first % len(shape), second % len(shape))
-    dim = numbers[0] % len(shape)
-    if name == "select":
-        return name, (dim, numbers[1] % shape[dim])
-    start, end, _ = slice(*numbers[1:]).indices(shape[dim])
-    return name, (dim, start, max(start, end), numbers[3])
-
-
-def _is_contiguous(made: fx.Node) -> bool:
-    """Whether a new tensor has the strides that `torch.empty` gives for its shape."""
+def _is_usual(made: fx.Node) -> bool:
+    """Whether a new tensor lies in memory as `torch.empty` gives it for its shape."""
     shown: torch.Tensor = made.meta["val"]
+    if not nodes.fills_memory(shown) or made.kwargs.get("pin_memory"):
+        return False
     if made.target in _LAID_OUT_ALIKE and not nodes.has_definite_strides(shown):
         return False
     return torch.empty(shown.shape, device="meta").stride() == shown.stride()
@@ -228,14 +189,17 @@ def _is_contiguous(made: fx.Node) -> bool:
 # ---------------------------------------------------------------- views that undo one another
 
 _NOTHING = (aten.detach.default, aten.alias.default)  # without effect in a graph that runs without autograd
-_TO_THE_END = 2**63 - 1
+# Views whose result has strides of their input, in dimensions of size 1 too.
+_KEEP_STRIDES = (aten.permute.default, aten.t.default, aten.transpose.int)
+_ANYWHERE = (aten.as_strided.default, aten.slice.Tensor)  # views that may show all elements at one size only
+_WHOLE = ((), (0, 2**63 - 1))  # beginning and end of a slice that shows all elements
 
 
 def leave_out_views(joint: Joint) -> None:
     """Make nodes read a value itself in place of a view with the same shape and elements; removes pairs of views."""
     output = joint.graph.output_node()
     for node in joint.graph.nodes:
-        if _only_shapes(node):
+        if node.target is aten.view.default and _is_definite(node.meta["val"]):
             before = nodes.source_of(node)
             if before.target in nodes.SHAPES and before.users.keys() == {node}:
                 node.replace_input_with(before, nodes.source_of(before))
@@ -244,37 +208,18 @@ def leave_out_views(joint: Joint) -> None:
             node.replace_all_uses_with(same)
 
 
-def _shown_by(node: fx.Node) -> fx.Node | None:
-    """Return the value whose elements a node shows in the same shape and order; None if it shows them otherwise."""
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node) or node.kwargs:
-        return None
-    source, arguments = node.args[0], node.args[1:]
-    if node.target in _NOTHING or (node.target is aten.slice.Tensor and arguments[1:] in ((0, _TO_THE_END), ())):
-        return source
-    if _only_shapes(node) or (node.target is aten.expand.default and _is_definite(node.meta["val"])):
-        shown = source.meta.get("val")
-        return source if isinstance(shown, torch.Tensor) and shown.shape == node.meta["val"].shape else None
-    return nodes.source_of(source) if _turns_back(node, source, source.args[1:], arguments) else None
-
-
-def _turns_back(node: fx.Node, source: fx.Node, before: Any, after: Any) -> bool:
-    """Whether a view with the arguments `after` undoes its source, a view with the arguments `before`."""
-    if node.target is aten.squeeze.dim:
-        return source.target is aten.unsqueeze.default and bool(after == before)
-    if node.target is not source.target:
-        return False
-    if node.target is aten.transpose.int:
-        rank = node.meta["val"].dim()
-        return {dim % rank for dim in before} == {dim % rank for dim in after}
-    if node.target is aten.permute.default:
-        (one,), (other,) = before, after
-        return [one[dim] % len(one) for dim in other] == list(range(len(one)))
-    return node.target is aten.t.default
-
-
-def _only_shapes(node: fx.Node) -> bool:
-    """Whether a node is a view that changes the shape only, and its strides follow from the shape."""
-    return node.target is aten.view.default and _is_definite(node.meta["val"])
+def _shown_by(view: fx.Node) -> fx.Node | None:
+    """Return the value whose elements a view, or several views, show in the same shape and order; None without one."""
+    if view.target in _NOTHING or (view.target is aten.slice.Tensor and view.args[2:] in _WHOLE):
+        return nodes.source_of(view)
+    source, keeps_strides, same = view, True, None
+    while nodes.is_view(source.target) and source.target not in _ANYWHERE:
+        keeps_strides = keeps_strides and source.target in _KEEP_STRIDES
+        source = nodes.source_of(source)
+        is_same = nodes.show_the_same(source.meta.get("val"), view.meta.get("val"))
+        if is_same and (keeps_strides or _is_definite(view.meta["val"])):
+            same = source
+    return same
 
 
 def _is_definite(shown: torch.Tensor) -> bool:

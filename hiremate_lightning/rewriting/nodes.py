@@ -39,17 +39,6 @@ CALLS_AN_OPERATOR = {"auto_functionalized", "auto_functionalized_v2"}  # they ca
 TRITON = "triton_kernel_wrapper_functional"  # calls a user's Triton kernel
 # Namespaces of operators that communicate with other processes, so their number and order must not change.
 _COLLECTIVE = {"_c10d_functional", "_c10d_functional_autograd", "c10d"}
-# Operators, beside pointwise ones and views, whose result has the strides of their first input.
-_FOLLOWS_STRIDES = {
-    aten._to_copy.default,
-    aten.copy.default,
-    aten.diagonal_scatter.default,
-    aten.hardswish_backward.default,
-    aten.index_put.default,
-    aten.mish_backward.default,
-    aten.select_scatter.default,
-    aten.slice_scatter.default,
-}
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 # Operator -> memory formats in which its results have the traced strides, if all its inputs and results have the
 # format. In other formats the results may have other strides than traced.
@@ -74,6 +63,13 @@ COPIES_STORAGE = {
     aten.diagonal_scatter.default,
     aten.as_strided_scatter.default,
 }
+# Operators, beside pointwise ones and views, whose result has the strides of their first input.
+_FOLLOWS_STRIDES = COPIES_STORAGE | {
+    aten._to_copy.default,
+    aten.hardswish_backward.default,
+    aten.index_put.default,
+    aten.mish_backward.default,
+}
 # Views with the same elements in the same order.
 SHAPES = (aten.view.default, aten._unsafe_view.default)
 _ORIGIN = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
@@ -82,8 +78,7 @@ _ORIGIN = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
 class Into(Enum):
     """The arguments that an operation accepts as `out`, to write its result into them."""
 
-    NONE = "none"
-    FIRST = "its first argument, however the others lie in memory"
+    FIRST = "its first argument, however the others lie in memory; a result of its own has the same strides"
     BY_ROWS = "any that looks like the result: it is made some rows after the other"
 
 
@@ -97,9 +92,8 @@ class Operation:
     eager_times: Callable[[fx.Node, int], int] = lambda node, position: 1  # size of a result in eager / size here
     is_random: bool = False
     is_fresh: bool = False  # its results have new storages of the traced sizes
-    into: Into = Into.NONE
+    into: Into | None = None
     keeps_nothing: bool = False  # after it has run, only its result may refer to its inputs
-    follows_strides: bool = False  # its result has the strides of its first argument
 
 
 _NO_PROMISE = Operation()
@@ -255,6 +249,17 @@ def lies_as(value: Any, other: Any) -> bool:
     return layout == (other.shape, other.stride(), other.dtype, other.device)
 
 
+def show_the_same(value: Any, other: Any) -> bool:
+    """Whether two dense values without symbolic sizes show the same elements of one storage in the same order."""
+    if not all(tensor_state.is_dense(v) and not tensor_state.is_symbolic(v) for v in (value, other)):
+        return False
+    one, another = (
+        (tensor_state.storage_id(v), v.storage_offset(), v.shape, v.stride(), v.dtype, v.is_conj(), v.is_neg())
+        for v in (value, other)
+    )
+    return one == another
+
+
 def unsettled_among(tangents: Iterable[fx.Node]) -> set[fx.Node]:
     """Return the tangents that may arrive with other strides than traced: all with dimensions."""
     return {tangent for tangent in tangents if getattr(tangent.meta.get("val"), "shape", ())}
@@ -266,7 +271,7 @@ def note_unsettled(node: fx.Node, unsettled: set[fx.Node]) -> None:
     follows_strides = reads_unsettled and (
         torch.Tag.pointwise in getattr(node.target, "tags", ())
         or node.target in _FOLLOWS_STRIDES
-        or operation_named(node.target).follows_strides
+        or operation_named(node.target).into is Into.FIRST
         or not any(map(is_on_new_memory, values_of(node)))
     )
     if follows_strides or may_lie_otherwise(node):

@@ -71,9 +71,10 @@ _INTO_FIRST_BY_ROWS: dict[Any, tuple[Any, str]] = {
     aten._log_softmax.default: (aten._log_softmax.out, "out"),
     aten._softmax.default: (aten._softmax.out, "out"),
 }
-# Operators that change a copy of their first argument. Only this argument may be overwritten; the other arguments may
-# have any strides.
+# Operators that change a copy of their first argument, or only copy it. Only this argument may be overwritten; the
+# other arguments may have any strides.
 _INTO_FIRST: dict[Any, tuple[Any, str]] = {
+    aten.clone.default: (_in_place(lambda source, **options: source), "out"),
     aten.index_add.default: (aten.index_add.out, "out"),
     aten.index_put.default: (_in_place(aten.index_put_.default), "out"),
     aten.masked_fill.Scalar: (_in_place(aten.masked_fill_.Scalar), "out"),
@@ -235,8 +236,8 @@ class _Search:
                 is_as_in_eager = place == 0 and self.fx_nodes[index].target in _IN_PLACE_IN_EAGER
                 records[index] = replace(records[index], is_mutating=True, is_out_of_place_in_eager=not is_as_in_eager)
         tensors = tuple(replace(t, storage=self.taken.get(t.storage, t.storage)) for t in self.graph.tensors)
-        sizes = (0 if i in self.taken else storage.size_bytes for i, storage in enumerate(self.graph.storages))
-        storages = tuple(replace(s, size_bytes=size) for s, size in zip(self.graph.storages, sizes, strict=True))
+        sized = enumerate(self.graph.storages)
+        storages = tuple(replace(storage, size_bytes=0) if i in self.taken else storage for i, storage in sized)
         return replace(self.graph, nodes=tuple(records), tensors=tensors, storages=storages), overwrites
 
     def takes(self, overwrites: Collection[fx.Node]) -> dict[int, int]:

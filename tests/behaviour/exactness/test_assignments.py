@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.capture import Captured
-from hiremate_lightning.rewriting.assignments import _step, assign, assign_to_new
+from hiremate_lightning.rewriting.assignments import assign, assign_to_new
 from tests.exact import captured_by, captured_graphs, drawn, network, simple_loop, train_both
 
 ROWS, WIDTH = 48, 32
@@ -222,22 +222,6 @@ def test_what_the_caller_laid_out_is_copied():
     assert not [node for node in captured.overwrites if node.target is assign]
     train_both(last, simple_loop(rows, loss_of=lambda y: y.sum()), "100%")
     train_both(last, simple_loop(rows, loss_of=lambda y: (y.t().contiguous() ** 3).sum()), "100%")
-
-
-@pytest.mark.parametrize(
-    ("name", "one", "other"),
-    [
-        ("slice", (0, -3, None), (-2, 9, 2**63 - 1, 1)),
-        ("slice", (1,), (1, 0, 7, 1)),
-        ("slice", (0, 5, 2), (0, 5, 5)),
-        ("select", (-1, -2), (1, 5)),
-        ("diagonal", (), (0, -2, -1)),
-    ],
-)
-def test_steps_that_mean_the_same_are_written_the_same(name, one, other):
-    source = type("Source", (), {"meta": {"val": torch.empty(12, 7)}})
-    assert _step(name, source, one) == _step(name, source, other)
-    assert _step(name, source, one) != _step(name, source, (0, 3))
 
 
 def test_assign_leaves_what_it_assigns_to_as_it_was():

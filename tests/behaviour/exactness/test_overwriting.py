@@ -68,6 +68,7 @@ WRITES: dict[Any, tuple[Callable[..., tuple[Any, ...]], dict[str, Any]]] = {
     aten._log_softmax.default: (lambda make: (make(), 1, False), {}),
     aten._softmax.default: (lambda make: (make(), -1, False), {}),
     assign: (lambda make: (make(), (("slice", (0, 1, 3, 1)), ("select", (1, 2))), make()[:2, 0]), {}),
+    aten.clone.default: (lambda make: (make(),), {}),
     aten.index_add.default: (lambda make: (make(), 0, AT, make()), {"alpha": 2}),
     aten.index_put.default: (lambda make: (make(), [AT], make(), True), {}),
     aten.masked_fill.Scalar: (lambda make: (make(), make() > 0, 0.3), {}),
