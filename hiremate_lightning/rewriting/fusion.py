@@ -14,8 +14,9 @@ keeps no more values alive at once.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -52,13 +53,14 @@ _ELEMENTWISE = {
         "softplus_backward",
     )
 }
-# Reductions with a small result.
-_REDUCTIONS = {aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default}
-_REDUCTIONS |= {aten.amax.default, aten.amin.default, aten.var_mean.correction, aten.var.correction}
-# Reductions whose result is as large as their input, and reductions with several results.
-_COMPOSITE = {
+_REDUCTIONS = {aten.sum.dim_IntList, aten.mean.dim, aten.var_mean.correction, aten.var.correction}
+_REDUCTIONS |= {
     getattr(aten, name).default
     for name in (
+        "sum",
+        "mean",
+        "amax",
+        "amin",
         "native_layer_norm",
         "native_layer_norm_backward",
         "native_batch_norm_backward",
@@ -111,7 +113,12 @@ class _Fuser:
         self.group_of: dict[fx.Node, _Kernel] = {}
         self.derived: set[fx.Node] = set()  # internal forward values that backward kernels compute again
         self.position = {n: i for i, n in enumerate((*self.forward, *self.backward))}
-        self.stretch = dict(_stretches(self.forward, self.fusible)) | dict(_stretches(self.backward, self.fusible))
+        # For each node, the number of its stretch: fusible nodes of one half up to the next other node.
+        self.stretch: dict[fx.Node, int] = {}
+        for half in (self.forward, self.backward):
+            self.stretch.update(zip(half, accumulate(n not in self.fusible for n in half), strict=True))
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, fx.Node] = {}  # old node -> node of the new graph
 
     def run(self, statistics: Sequence[list[fx.Node]]) -> fx.Graph:
         for members in statistics:
@@ -126,14 +133,14 @@ class _Fuser:
             reads = (self.origin(a) for a in operation.all_input_nodes)
             if len(group.members) == 1 and not any(a in self.derived for a in reads):
                 del self.group_of[operation]
-        return _Writer(self).write()
+        return self._write()
 
     # ---------------------------------------------------------------- what may be fused
 
     def _is_fusible(self, node: fx.Node) -> bool:
         if not isinstance(node.target, aot.OpOverload) or node.op != "call_function":
             return False
-        if not (_is_elementwise(node) or node.target in _REDUCTIONS or node.target in _COMPOSITE):
+        if not (_is_elementwise(node) or node.target in _REDUCTIONS):
             return False
         if nodes.mutated_arguments(node) or nodes.is_random(node, self.device) or not node.all_input_nodes:
             return False
@@ -255,22 +262,16 @@ class _Fuser:
         values = nodes.values_of(last)
         return all(self._is_small(last, v) and {c.op for c in self.consumers(v)} == {"output"} for v in values)
 
+    # ---------------------------------------------------------------- the new graph
 
-class _Writer:
-    """Builds the new graph: forward, then backward, each group as one node, views just before their first reader."""
-
-    def __init__(self, fuser: _Fuser) -> None:
-        self.fuser = fuser
-        self.graph = fx.Graph()
-        self.values: dict[fx.Node, fx.Node] = {}
-
-    def write(self) -> fx.Graph:
-        old = self.fuser.joint.graph
+    def _write(self) -> fx.Graph:
+        """Build the graph: forward, then backward, each group as one node, views just before their first reader."""
+        old = self.joint.graph
         for node in old.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.values[node] = self.graph.node_copy(node)
-        for node in (*self.fuser.forward, *self.fuser.backward):
-            group = self.fuser.group_of.get(node)
+        for node in (*self.forward, *self.backward):
+            group = self.group_of.get(node)
             if group is None:
                 self._value(node)
             elif node is group.members[-1]:
@@ -281,7 +282,7 @@ class _Writer:
 
     def _value(self, node: fx.Node) -> fx.Node:
         if node not in self.values:
-            group = self.fuser.group_of.get(nodes.operation_of(node))
+            group = self.group_of.get(nodes.operation_of(node))
             if group is None:
                 self.values[node] = self.graph.node_copy(node, self._value)
             else:
@@ -292,13 +293,13 @@ class _Writer:
         if group.is_written:
             return
         group.is_written = True
-        derived, group_of, readers = self.fuser.derived, self.fuser.group_of, self.fuser.consumers
-        inner = [v for member in group.members for v in nodes.values_of(member) if v not in derived]
+        inner = [v for member in group.members for v in nodes.values_of(member) if v not in self.derived]
         # Results are values that other groups read, or need to compute derived values.
-        results = [v for v in inner if any(c in derived or group_of.get(c) is not group for c in readers(v))]
+        inside = set(group.members) - self.derived
+        results = [value for value in inner if not self.consumers(value) <= inside]
         module, inputs = self._body(group.members, results)
         shown = [v.meta["val"] for v in results]
-        kernel = self.fuser.kernels.get(module, shown)
+        kernel = self.kernels.get(module, shown)
         node = self.graph.call_function(kernel, tuple(map(self._value, inputs)))
         node.meta = {**nodes.origin_of(group.members[-1]), "val": shown[0] if len(shown) == 1 else shown}
         for position, value in enumerate(results):
@@ -310,13 +311,13 @@ class _Writer:
 
     def _body(self, members: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
         """Return a module of a group's operations, with the views and derived values they read, and its inputs."""
-        transparent, derived, inside = self.fuser.transparent, self.fuser.derived, set(members)
+        computed = self.derived.union(members)
         graph, values, inputs = fx.Graph(), dict[fx.Node, fx.Node](), list[fx.Node]()
 
         def is_computed_here(node: fx.Node) -> bool:
-            while node in transparent and node.target is not aten._to_copy.default:
+            while node in self.transparent and node.target is not aten._to_copy.default:
                 node = nodes.source_of(node)
-            return node in transparent or node in inside or node in derived
+            return node in self.transparent or node in computed
 
         def value_of(node: fx.Node) -> fx.Node:
             if node not in values and is_computed_here(node):
@@ -340,13 +341,3 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 def _numel(node: fx.Node) -> int:
     return max((t.numel() for t in tensor_state.leaves(node.meta.get("val")) if t is not None), default=0)
-
-
-def _stretches(order: Sequence[fx.Node], fusible: set[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
-    """Yield each node with the number of its stretch: fusible nodes up to the next other node, at most 64 long."""
-    stretch = length = 0
-    for node in order:
-        length += 1
-        if node not in fusible or length > MOST_MEMBERS:
-            stretch, length = stretch + 1, 0
-        yield node, stretch

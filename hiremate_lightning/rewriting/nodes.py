@@ -90,7 +90,6 @@ class Operation:
     eager_reads: Callable[[fx.Node], tuple[fx.Node, ...]] = lambda node: ()  # values that only eager PyTorch reads
     unread_in_eager: Callable[[fx.Node], tuple[fx.Node, ...]] = lambda node: ()  # inputs that eager does not read
     eager_times: Callable[[fx.Node, int], int] = lambda node, position: 1  # size of a result in eager / size here
-    is_random: bool = False
     is_fresh: bool = False  # its results have new storages of the traced sizes
     into: Into | None = None
     keeps_nothing: bool = False  # after it has run, only its result may refer to its inputs
@@ -381,7 +380,7 @@ def may_choose_anew(ops: Iterable[str], device: torch.device) -> bool:
 
 def is_random(node: fx.Node, device: torch.device | None) -> bool:
     """Whether a second run of a node may give other numbers, or hang."""
-    if operation_named(node.target).is_random or getattr(node.target, "namespace", "") in _COLLECTIVE:
+    if getattr(node.target, "namespace", "") in _COLLECTIVE:
         return True
     if isinstance(node.target, aot.HigherOrderOperator):
         name = name_of(node.target)

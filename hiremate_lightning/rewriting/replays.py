@@ -20,7 +20,7 @@ from torch import fx
 from ..torch_private import tensor_state
 from .kernels import apply_dropout_mask, as_eager, draw_mask, eager_scale, memory_format_of, waves
 from .kernels import dropout as dropout_on_host
-from .nodes import Operation, is_of_torch, register
+from .nodes import is_of_torch
 
 aten = torch.ops.aten
 
@@ -37,16 +37,17 @@ def call_of(op: str, drawn: fx.Node, inputs: Sequence[fx.Node]) -> OperatorCall:
 
     `inputs` may end with further inputs of the operations that finish `drawn`, a random operation or batch norm.
     """
-    if op == APPLY_MASK:
+    if op in (APPLY_MASK, DRAW_MASK):
         source, probability = cast("tuple[fx.Node, float]", drawn.args[:2])
-        return apply_dropout_mask, (*inputs[:2], eager_scale(source, probability)), {}
+        if op == APPLY_MASK:
+            return apply_dropout_mask, (*inputs[:2], eager_scale(source, probability)), {}
+        shown: torch.Tensor = source.meta["val"]
+        size = tuple(map(tensor_state.int_hint, shown.shape))
+        return draw_mask_again, (inputs[-1], size, shown.dtype, shown.device, probability), {}
     if op == NORMALIZE:
         read = drawn.args[:3]
         first = len({a for a in read if isinstance(a, fx.Node)})
         return normalize, (*read, *inputs[first : first + 2]), {}
-    if op == DRAW_MASK:
-        size, _, *rest = mask_arguments(drawn)
-        return draw_mask_again, (inputs[-1], size, *rest), {}
     target, args = as_eager(drawn)
     return again(target), (inputs[-1], _device(drawn), *args), dict(drawn.kwargs)
 
@@ -112,8 +113,6 @@ def _device(drawn: fx.Node) -> torch.device:
 def can_draw_again(node: fx.Node) -> bool:
     """Whether a random operation that mutates nothing draws only from the default generator of its device."""
     target: Any = node.target
-    if target is draw_mask_of:
-        return True
     if not is_of_torch(target) or "rnn" in str(target) or _device(node).type not in ("cpu", "cuda"):
         return False
     return torch.Tag.nondeterministic_seeded in target.tags and node.kwargs.get("generator") is None
@@ -129,9 +128,6 @@ def draw_mask_of(
     return draw_mask(torch.empty_strided(size, strides, device="meta"), probability, device)
 
 
-register(draw_mask_of, Operation(is_random=True))
-
-
 def draw_mask_again(
     before: tuple[torch.Tensor, tuple[int, ...]],
     size: tuple[int, ...],
@@ -143,15 +139,6 @@ def draw_mask_again(
     state, strides = before
     mask: torch.Tensor = again(draw_mask_of)(state, device, size, strides, dtype, device, probability)
     return mask
-
-
-def mask_arguments(dropout: fx.Node) -> tuple[Any, ...]:
-    """Return the arguments with which `draw_mask_of` draws the mask of a captured dropout."""
-    source, probability = dropout.args[:2]
-    assert isinstance(source, fx.Node)
-    shown: torch.Tensor = source.meta["val"]
-    size, strides = (tuple(tensor_state.int_hint(s) for s in sizes) for sizes in (shown.shape, shown.stride()))
-    return size, strides, shown.dtype, shown.device, probability
 
 
 def can_draw_mask(dropout: fx.Node, is_allocated: bool) -> bool:

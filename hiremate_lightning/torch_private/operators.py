@@ -14,12 +14,19 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._decomp.decompositions import _native_batch_norm_legit_functional
 from torch._library.custom_ops import OPDEFS
+from torch._refs import native_group_norm
 from torch.library import _impls
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import aot, tensor_state
 
+# Norms, with functions that compute them by elementwise operations and reductions.
+NORMS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._native_batch_norm_legit_functional.default: _native_batch_norm_legit_functional,
+    torch.ops.aten.native_group_norm.default: native_group_norm,
+}
 _NO_KERNELS = ("Meta", "Autograd")  # kernels of these dispatch keys compute no values
 _fast_calls: dict[Any, Any] = {}  # by form of a call: the function to call, None for the schema's
 
