@@ -151,7 +151,7 @@ class _Graph:
         inputs = module.graph.find_nodes(op="placeholder")
         self.symbols = [inputs[position].meta["example_value"].node.expr for position in positions]
         self.quotients = _quotients(module)
-        self.terms = backends.likely_terms(module)
+        self.terms: backends.TermCounts = {}
         self.traced: dict[Sizes, tuple[Any, GraphRuntime | None]] = {}
         self.at_sizes: dict[str, ProgramAtSizes] = {}
 
@@ -220,7 +220,7 @@ class Trial:
             self.graphs.append(_Graph(module, positions, self))
             return self.graphs[-1]
         compilation = _Compilation(lambda captured: GraphRuntime(captured, self.steps), None)
-        run: Callable[..., Any] = compilation.compile(module, inputs, backends.likely_terms(module))
+        run: Callable[..., Any] = compilation.compile(module, inputs, {})
         return run
 
     def train(self, model: Any, batch: dict[str, Tensor], on_logits: bool = False) -> tuple[Any, Tensor]:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ..errors import CaptureError
 from ..housekeeping import log
 from ..rewriting import casts
-from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, casts_alone, likely_terms, sums_alone
+from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, casts_alone, sums_alone
 from ..rewriting.joint import Joint, Source
 from ..rewriting.kernels import FusedKernels, as_eager
 from ..rewriting.nodes import drop_unread
@@ -90,7 +90,8 @@ def planning_backend(
                 f"Its captured code does not change {', '.join(lost)} in place as the code itself does, by a fault of "
                 "torch.compile."
             )
-        sizes, terms = sizes_among(module, inputs), likely_terms(module)
+        sizes = sizes_among(module, inputs)
+        terms: TermCounts = {}
 
         def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> TracedCode:
             nonlocal terms

@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..torch_private import aot, backward_pass
 from ..torch_private.hacks import replaced
-from ..torch_private.tensor_state import is_dense, storage_id, takes_other_gradients, versions_of
+from ..torch_private.tensor_state import takes_other_gradients
 from .nodes import written_values
 
 aten = torch.ops.aten
@@ -32,37 +32,18 @@ TermCounts = Mapping[int, int]  # position of an input -> number of terms of its
 
 
 class OtherTermsError(Exception):
-    """A captured graph was traced with extra inputs for other numbers of terms than its gradients have."""
+    """A captured graph was traced with extra inputs for other numbers of terms than its gradients have: trace again."""
 
     def __init__(self, terms: TermCounts) -> None:
         super().__init__(f"gradients of several terms, by input: {terms}")
         self.terms = terms
 
 
-def likely_terms(module: fx.GraphModule) -> TermCounts:
-    """Estimate, before code is traced, the number of terms of each input's gradient; inputs with one are left out.
-
-    Dynamo ran the code on fake tensors, whose autograd graph has the readers of each input. If the trace shows other
-    numbers, the code is traced once more. Inputs whose memory is written to are left out.
-    """
-    inputs = [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]
-    results = [node.meta.get("example_value") for node in module.graph.output_node().all_input_nodes]
-    dense = [value for value in inputs if is_dense(value)]
-    written = {storage_id(value) for value, version in zip(dense, versions_of(dense), strict=True) if version}
-    kept = [p for p, value in enumerate(inputs) if _has_gradient(value) and storage_id(value) not in written]
-    readers = _count_readers([v for v in results if _has_gradient(v)], [inputs[position] for position in kept])
-    return {position: count for position, count in zip(kept, readers, strict=True) if count > 1}
-
-
-def _has_gradient(value: Any) -> TypeGuard[torch.Tensor]:
-    return is_dense(value) and value.requires_grad
-
-
 class Contributions:
     """The gradients that one captured graph returns term by term.
 
-    `inputs` are fake tensors. `terms` come from a trace at another size or from `likely_terms`. With `is_settled` they
-    come from a failed trace at this size, and `hand_over` raises no error again.
+    `inputs` are fake tensors. `terms` come from a trace at another size, if there is one. With `is_settled` they come
+    from a failed trace at this size, and `hand_over` raises no error again.
     """
 
     def __init__(self, inputs: Sequence[Any], terms: TermCounts, is_settled: bool = False) -> None:
