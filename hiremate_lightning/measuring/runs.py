@@ -61,7 +61,7 @@ class Run:
     @property
     def is_waiting(self) -> bool:
         """Whether its saved values exist and no backward has run yet."""
-        return any(saved.run is self for saved in self.runtime.waiting())
+        return any(saved.run is self for saved in self.runtime.saved(has_run=False))
 
     @property
     def graph(self) -> Graph:

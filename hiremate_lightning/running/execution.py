@@ -173,13 +173,10 @@ class GraphRuntime:
         is_other = saved.settings != tensor_state.kernel_settings()
         return is_other and bool(saved.program.schedule.recomputed(self.captured.graph))
 
-    def waiting(self) -> list[Saved]:
-        """List the saved values of its forwards whose backward has not run yet."""
-        return [saved for saved in self._saved if saved.is_waiting] if self._saved else []  # of hundreds few have any
-
-    def retained(self) -> list[Saved]:
-        """List the saved values of its forwards that stay for another backward, after one has run."""
-        return [saved for saved in self._saved if saved.is_retained] if self._saved else []
+    def saved(self, has_run: bool) -> list[Saved]:
+        """List the saved values that still exist, of the forwards whose backward has run, or has not run yet."""
+        existing = self._saved or ()  # of hundreds of parts few have any
+        return [saved for saved in existing if saved.values is not None and saved.has_run is has_run]
 
     def _gradients_to_add_to(self, leaves: Leaves) -> dict[int, torch.Tensor]:
         """Return the existing gradients that the backward adds to, by position."""
@@ -280,16 +277,6 @@ class Saved:
         self.storages = tensor_state.storages_of(unreturned)  # held, so that no new storage gets the same identity
         self.copies = {i: values[i].clone() for i in program.saved.borrowed} if program.protects else {}
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether no backward has run yet."""
-        return self.values is not None and not self.has_run
-
-    @property
-    def is_retained(self) -> bool:
-        """Whether a backward has run and has kept the values for another one."""
-        return self.values is not None and self.has_run
-
     def take(self, unread: Collection[int], keep: bool) -> tuple[list[Any], list[int]]:
         """Return the values for a backward, and the positions of values that were overwritten: they are copies.
 
@@ -330,6 +317,6 @@ class Saved:
             if index in self.copies:
                 overwritten[index] = None
             elif index not in unread:
-                name = self.program.saved.names[index]
+                name = self.captured.fx_values[self.program.schedule.saved[index]].name
                 raise RuntimeError(CHANGED.format(name=name, found=version, expected=expected))
         return list(overwritten)

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from ..capturing.capture import Captured
 from ..records.graph import StorageKind
 from ..records.schedule import Schedule
-from ..rewriting.kernels import as_eager
-from ..rewriting.nodes import operation_named, operation_of
-from ..torch_private import aot
-
-aten = torch.ops.aten
+from ..rewriting.nodes import operation_named
 
 
 @dataclass(frozen=True, slots=True)
 class SavedValues:
     """Positions of the values that a program saves, by properties that would take time to look up in each step."""
 
-    names: tuple[str, ...]  # names of all saved values
     returned: tuple[int, ...]  # values that the forward also returns
-    views: tuple[int, ...]  # possible views of tensors that other code holds, or of memory that a gradient may take
+    views: tuple[int, ...]  # values on storages that other code holds, or that a gradient may take: may be views
     # Values that must not change in place between forward and backward, each with the position of an output on its
     # storage, through which other code may change it; None if there is no such output.
     watched: tuple[tuple[int, int | None], ...]
@@ -39,7 +32,6 @@ def saved_values(captured: Captured, schedule: Schedule) -> SavedValues:
     storages = [graph.tensors[t].storage for t in schedule.saved]
     tensors = [i for i, t in enumerate(schedule.saved) if graph.tensors[t].dtype]
     outputs, shown, unread = set(captured.forward_outputs), _outputs_on(captured), _unread_in_eager(captured)
-    finished = {finish.result for finish in captured.finishes.values()}
     taken = {graph.tensors[node.takes].storage for node in graph.nodes if node.takes is not None}
     returned = {graph.tensors[t].storage for t in graph.outputs}
     resident = {i for i, storage in enumerate(graph.storages) if storage.kind.is_resident}
@@ -50,11 +42,9 @@ def saved_values(captured: Captured, schedule: Schedule) -> SavedValues:
     borrowed = [i for i in tensors if storages[i] in seen and storages[i] in unread]
     copied = [i for i in borrowed if storages[i] in captured.overwritten]
     watched = (i for i in tensors if storages[i] in seen and i not in copied)
-    may_be_views = (i for i in tensors if storages[i] in unviewable)
     return SavedValues(
-        names=tuple(value.name for value in saved),
         returned=tuple(i for i in tensors if saved[i] in outputs),
-        views=tuple(i for i in may_be_views if _may_be_view(captured, schedule.saved[i], finished)),
+        views=tuple(i for i in tensors if storages[i] in unviewable),
         watched=tuple((i, output) for i in watched for output in shown.get(storages[i], [None])),
         borrowed=tuple(borrowed),
         copied=tuple(copied),
@@ -63,21 +53,6 @@ def saved_values(captured: Captured, schedule: Schedule) -> SavedValues:
 
 def _parameters(captured: Captured) -> set[int]:
     return {i for i, s in enumerate(captured.graph.storages) if s.kind is StorageKind.PARAMETER}
-
-
-def _may_be_view(captured: Captured, tensor: int, finished: Collection[fx.Node]) -> bool:
-    """Whether a value may be a view of another one; results that PyTorch's own operators allocate are not."""
-    value, storage = captured.fx_values[tensor], captured.graph.tensors[tensor].storage
-    maker = operation_of(value)
-    if maker.op == "placeholder":
-        return storage is None or captured.graph.storages[storage].kind is not StorageKind.PARAMETER
-    if maker.op != "call_function" or value in finished:
-        return True  # a finished result may be a view of the unfinished one
-    target = as_eager(maker)[0]
-    if not isinstance(target, aot.OpOverload) or target.namespace != "aten":
-        return True
-    shows = any(result.alias_info is not None for result in target._schema.returns)
-    return shows or target is aten._unsafe_view.default  # programs run a view in its place
 
 
 def _outputs_on(captured: Captured) -> dict[int | None, list[int | None]]:

@@ -64,11 +64,11 @@ class GraphRuntimes:
 
     def waiting(self) -> list[tuple[GraphRuntime, Saved]]:
         """List the saved tensors of forwards whose backward has not run yet, with their runtimes."""
-        return [(runtime, saved) for runtime in self.all for saved in runtime.waiting()]
+        return [(runtime, saved) for runtime in self.all for saved in runtime.saved(has_run=False)]
 
     def retained(self) -> list[Saved]:
         """List the saved tensors that stay for another backward after one has run (`retain_graph=True`)."""
-        return [saved for runtime in self.all for saved in runtime.retained()]
+        return [saved for runtime in self.all for saved in runtime.saved(has_run=True)]
 
     def add(self, captured: Captured, conductor: Conductor, profile: Profile | None = None) -> GraphRuntime:
         """Make the runtime of a captured graph; without a profile its costs are measured as it first runs."""
