@@ -5,8 +5,7 @@ The copies are in memory of NumPy, which measurements of a step don't count.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 from ..memory.metering import RandomState
 from ..torch_private import tensor_state
 from .module_call import tensors_inside
+from .slots import Called
 
 MOST_BYTES = 2**20  # largest buffer to copy: statistics and counters are smaller, and larger buffers hardly change
 
@@ -43,11 +43,12 @@ class KeptState:
 class BeforeCall(KeptState):
     """The state before a call of a module: random numbers, buffers, and its arguments in copied containers."""
 
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        super().__init__(module)
-        self._arguments = tensor_state.map_leaves(lambda value: value, (args, dict(kwargs)))
-        self._read = [*module.parameters(), *tensors_inside(self._arguments)]
-        for buffer in module.buffers():
+    def __init__(self, called: Called) -> None:
+        super().__init__(called.module)
+        args, kwargs = tensor_state.map_leaves(lambda value: value, called.arguments)
+        self._called = replace(called, args=args, kwargs=kwargs)
+        self._read = [*called.module.parameters(), *tensors_inside(self._called.arguments)]
+        for buffer in called.module.buffers():
             is_plain = type(buffer) is torch.Tensor and tensor_state.is_dense(buffer)
             size_bytes = buffer.numel() * buffer.element_size() if is_plain else 0
             if 0 < size_bytes <= MOST_BYTES:
@@ -63,8 +64,7 @@ class BeforeCall(KeptState):
         """Whether neither weights nor arguments were overwritten since."""
         return tensor_state.versions_of(self._read) == self._versions
 
-    def restore(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Restore random numbers and buffers; return the arguments."""
+    def restore(self) -> Called:
+        """Restore random numbers and buffers; return the call, with its arguments."""
         self.put_back()
-        args, kwargs = self._arguments
-        return args, kwargs
+        return self._called

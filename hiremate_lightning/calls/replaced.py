@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
+from copy import copy
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -38,12 +39,13 @@ class ReplacedCheckpointing:
 
     def __init__(self, root: nn.Module) -> None:
         self._root, self._is_described = root, False
-        self._places: list[tuple[str, nn.Module, str]] | None = None
+
+    @cached_property
+    def _places(self) -> list[tuple[str, nn.Module, str]]:
+        return list(_find_places(self._root))
 
     def replace(self) -> None:
         """Replace all checkpoint functions, also those that were set since the last call."""
-        if self._places is None:
-            self._places = list(_places(self._root))
         for _, module, name in self._places:
             function = module.__dict__.get(name)
             if function is not None and type(function) is not _OnlyCalls:
@@ -51,18 +53,18 @@ class ReplacedCheckpointing:
 
     def put_back(self) -> None:
         """Restore all checkpoint functions."""
-        for _, module, name in self._places or ():
+        for _, module, name in self._places:
             function = module.__dict__.get(name)
             if isinstance(function, _OnlyCalls):
                 module.__dict__[name] = function.replaced
-        self._places = None
+        del self._places  # modules may be added before the next plan
 
     def paths(self) -> list[str]:
         """List the paths of the innermost modules that would be checkpointed without the plan."""
         on = []
-        for path, module, name in self._places or ():
+        for path, module, name in self._places:
             is_asked = name == WRAPPED_FUNCTION or getattr(module, FLAG, False) is True
-            if is_asked and isinstance(module.__dict__.get(name), _OnlyCalls):
+            if is_asked and module.__dict__.get(name) is not None:
                 on.append(path)
         around = {path: f"{path}." if path else "" for path in on}
         return [path for path in on if not any(other != path and other.startswith(around[path]) for other in on)]
@@ -85,12 +87,7 @@ class ReplacedCheckpointing:
 
 def checkpointed_modules(root: nn.Module) -> int:
     """Count the modules of a model whose activation checkpointing a plan would replace."""
-    checkpointing = ReplacedCheckpointing(root)
-    checkpointing.replace()
-    try:
-        return len(checkpointing.paths())
-    finally:
-        checkpointing.put_back()
+    return len(ReplacedCheckpointing(root).paths())
 
 
 class CompiledCall(StandIn):
@@ -135,14 +132,10 @@ class _OnlyCalls:
             return function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_itself, (self.replaced,))
+        return (copy, (self.replaced,))
 
 
-def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
-
-
-def _places(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+def _find_places(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield where checkpoint functions are kept, or may be later: path, module, and name of the attribute."""
     for path, module in root.named_modules():
         if any(kind.__name__ == WRAPPER for kind in type(module).__mro__):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..running.copies import HostMemory, Leaving, Place
+from ..running.copies import HostMemory, Leaving, place_of
 from ..running.execution import CHANGED
 from ..torch_private import tensor_state
 
@@ -137,8 +137,8 @@ class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
         if storage in self._given or tensor.untyped_storage().nbytes() < least_bytes:
             return stays
         try:
-            get, place = self._copy(storage, tensor, version), Place(tensor)
-            return lambda: place.on(get())
+            get, place = self._copy(storage, tensor, version), place_of(tensor)
+            return lambda: place(get())
         except (OSError, MemoryError) as error:
             if self._on_full is None:
                 raise

@@ -157,38 +157,33 @@ def _sum(total: Any, terms: Sequence[tuple[Any, fx.Node]]) -> Any:
 
 # ---------------------------------------------------------------- norms of mixed types
 
-# Positions of the parameters among the arguments. The first one that is not None decides the dtype of the statistics.
-_PARAMETERS = {
-    aten.native_layer_norm.default: (2, 3),
-    aten.native_group_norm.default: (1, 2),
-    aten.native_batch_norm.default: (1, 2, 3, 4),
-    aten._native_batch_norm_legit_functional.default: (1, 2, 3, 4),
-    aten._native_batch_norm_legit.no_stats: (1, 2),
-}
+_NORMS = (
+    aten.native_layer_norm.default,
+    aten.native_group_norm.default,
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit.no_stats,
+)
 _STATISTICS = (1, 2)  # positions of the statistics among the results
 
 
 def show_types_of_norms(joint: Joint) -> None:
     """Set the dtypes that norms on the CPU really return, and remove the casts of their gradients."""
-    for target, positions in _PARAMETERS.items():
-        for norm in joint.graph.find_nodes(op="call_function", target=target):
-            parameters = [norm.args[position] for position in positions]
-            dtype = next((p.meta["val"].dtype for p in parameters if isinstance(p, fx.Node)), None)
-            if dtype is not None and _is_half_on_cpu(norm.args[0]):
-                _show_in(dtype, norm, _STATISTICS)
+    for norm in (node for target in _NORMS for node in joint.graph.find_nodes(op="call_function", target=target)):
+        source, *parameters = tensor_state.tensors_among([node.meta["val"] for node in norm.all_input_nodes])
+        if parameters and _is_half_on_cpu(source):
+            _show_in(parameters[0].dtype, norm, _STATISTICS)  # the first parameter decides the dtype
     for backward in joint.graph.find_nodes(op="call_function", target=aten.native_group_norm_backward.default):
-        source: Any = backward.args[1]
+        source = backward.all_input_nodes[1].meta["val"]
         if _is_half_on_cpu(source):
-            dtype = source.meta["val"].dtype
+            dtype = source.dtype
             for gradient in _show_in(dtype, backward, (0,)):
                 for cast in [u for u in gradient.users if u.target is aten._to_copy.default]:
                     if cast.kwargs == {"dtype": dtype}:
                         cast.replace_all_uses_with(gradient)
-                        joint.graph.erase_node(cast)
 
 
-def _is_half_on_cpu(node: Any) -> bool:
-    shown = node.meta["val"]
+def _is_half_on_cpu(shown: torch.Tensor) -> bool:
     return shown.device.type == "cpu" and shown.dtype in tensor_state.HALF_PRECISION
 
 

@@ -40,8 +40,8 @@ def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
         drop: Any = operation_of(mask)
         if _is_dropout_on_host(drop):
             return apply_dropout_mask, (gradient, mask, eager_scale(gradient, drop.args[1]))
-    if node.target in _COMPACT and not node.meta["val"].dim():
-        return _COMPACT[node.target], arguments
+    if node.target in _SPREAD and not node.meta["val"].dim():
+        return compact, (node.target, *arguments)
     if node.target is aten.col2im.default:
         return fold, arguments
     if node.target is aten.bernoulli.p and not node.kwargs and aot.called(node) not in _BY_ROWS:
@@ -59,25 +59,19 @@ def _eager_times(drop: fx.Node, position: int) -> int:
 register(aten.native_dropout.default, Operation(eager_times=_eager_times))
 
 
-def _compact(reduced: Any) -> Callable[..., torch.Tensor]:
-    def compact(*args: Any, **kwargs: Any) -> torch.Tensor:
-        result: torch.Tensor = reduced(*args, **kwargs).clone()
-        return result
-
-    compact.__name__ = compact.__qualname__ = f"compact_{reduced.overloadpacket.__name__}"
-    return compact
-
-
 # Losses whose result, one number, is on a storage as large as all its terms.
-_COMPACT = {
-    reduced: _compact(reduced)
-    for reduced in (
-        aten.mse_loss.default,
-        aten.smooth_l1_loss.default,
-        aten.binary_cross_entropy.default,
-        aten.soft_margin_loss.default,
-    )
-}
+_SPREAD = (
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.soft_margin_loss.default,
+)
+
+
+def compact(loss: aot.OpOverload, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return the number that a loss in `_SPREAD` returns, on a storage of its own."""
+    result: torch.Tensor = loss(*args, **kwargs)
+    return result.clone()
 
 
 def fold(columns: torch.Tensor, size: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> torch.Tensor:

@@ -109,9 +109,7 @@ def _replace(pool: fx.Node, gradients: Sequence[fx.Node], windows: Windows) -> N
     form = memory_format_of(source.meta["val"])
     dtype = _dtype_of_places(source.meta["val"].shape[2:], windows)
     with tensor_state.fake_mode_of([places]):
-        narrow = places.to(dtype)
-    _places_of(pool).meta["val"] = narrow
-    pool.meta["val"] = (values, narrow)
+        nodes.show_as(_places_of(pool), places.to(dtype))
     for gradient in gradients:
         args = (gradient.args[0], gradient.args[-1], windows, list(source.meta["val"].shape), form)
         nodes.replace_node(gradient, max_pool_gradient, args)

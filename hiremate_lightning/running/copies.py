@@ -159,17 +159,13 @@ class Arriving:
             self._wait()
 
 
-class Place:
-    """The place of a tensor in its storage: offset, shape, strides and type."""
+Place = Callable[[torch.UntypedStorage], torch.Tensor]  # makes a tensor on a storage
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._dtype, self._offset = tensor.dtype, tensor.storage_offset()
-        self._shape, self._strides = tensor.shape, tensor.stride()
 
-    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return a tensor at this place, on a storage that has the same bytes."""
-        tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
-        return tensor.set_(storage, self._offset, self._shape, self._strides)
+def place_of(tensor: torch.Tensor) -> Place:
+    """Return a function that makes a tensor of this type, shape, strides and offset on a storage of the same bytes."""
+    dtype, *place = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+    return lambda storage: torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)
 
 
 @dataclass(frozen=True)
@@ -183,7 +179,7 @@ class Parked:
 def wait_out(leaving: Leaving, *tensors: torch.Tensor) -> tuple[Parked, ...]:
     """Wait for a copy to the host; return the parked tensors that replace `tensors`, which lie on the storage."""
     leaving.wait()
-    return tuple(Parked(leaving, Place(tensor)) for tensor in tensors)
+    return tuple(Parked(leaving, place_of(tensor)) for tensor in tensors)
 
 
 def copy_in(parked: Parked) -> Arriving:
@@ -193,7 +189,7 @@ def copy_in(parked: Parked) -> Arriving:
 
 def wait_in(parked: Parked, arriving: Arriving) -> torch.Tensor:
     """Wait for a copy back to the device; return the parked tensor on the new storage."""
-    return parked.place.on(arriving.storage())
+    return parked.place(arriving.storage())
 
 
 def is_copying(function: object) -> bool:

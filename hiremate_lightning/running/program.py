@@ -185,11 +185,11 @@ class _Sum:
         # The terms, by the captured node that adds or casts them; empty for a single term without a cast.
         self.terms: dict[fx.Node, list[fx.Node]] = {}
         gradient, count = captured.backward_outputs[position], captured.terms.get(position, 1)
-        self._cast = gradient if position in captured.cast_terms else None
-        self._is_cast = is_cast and self._cast is not None
-        if self._cast is not None:
-            gradient, count = gradient.args[0], captured.cast_terms[position]
-            self.terms[self._cast] = [gradient] if count == 1 else []
+        self._cast: fx.Node | None = None  # the cast that follows the last term
+        if position in captured.cast_terms:
+            self._cast = gradient if is_cast else None
+            cast, gradient, count = gradient, gradient.args[0], captured.cast_terms[position]
+            self.terms[cast] = [gradient] if count == 1 else []
         for term, adding in additions(gradient, count) if count > 1 else ():
             self.terms.setdefault(adding, []).append(term)
         self._graph, self._total = graph, _placeholder(graph, f"carried_{position}", gradient)
@@ -201,10 +201,9 @@ class _Sum:
         return self._in_full() if node is self._cast else self._total
 
     def _in_full(self) -> fx.Node:
-        if self._is_cast and self._cast is not None:
-            kwargs = dict(self._cast.kwargs)
+        if self._cast is not None:
+            kwargs, self._cast = dict(self._cast.kwargs), None
             self._total = self._graph.call_function(aten._to_copy.default, (self._total,), kwargs)
-            self._is_cast = False
         return self._total
 
     def finish(self, gradient: fx.Node | None) -> fx.Node:

@@ -12,6 +12,7 @@ sizes, or if too few sizes were traced.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -29,7 +30,7 @@ from ..torch_private import aot
 from .copies import HostMemory
 from .program import Changes, Program, build
 
-_PLACE = "\0"  # stands before and after the place of a number in a source
+_PLACE = re.compile("\0(\\d+)\0")  # the place of a number in a source
 
 
 class ProgramAtSizes:
@@ -128,7 +129,7 @@ class _Source:
 
         def place(value: int) -> str:
             numbers[-1].append(value)
-            return f"{_PLACE}{len(numbers[-1]) - 1}{_PLACE}"
+            return f"\0{len(numbers[-1]) - 1}\0"
 
         def write(module: fx.GraphModule) -> Writer:
             numbers.append([])
@@ -145,17 +146,13 @@ class _Source:
         names = [f"s{dimension}" for dimension in range(len(sizes[0]))]
         text = cache(lambda values: expression_of(sizes, values).source(names))
         texts = [text(values) for values in zip(*numbers, strict=True)]
-        lines = [f"{', '.join(names)}, = sizes", *(_filled(line, texts) for line in first.lines)]
+        filled = [_PLACE.sub(lambda place: texts[int(place[1])], line) for line in first.lines]
+        lines = [f"{', '.join(names)}, = sizes", *filled]
         self._run = compile_lines(lines, dict(first.known), "arguments, sizes")
 
     def at(self, sizes: Sizes) -> aot.Boxed:
         run = self._run
         return aot.mark_boxed(lambda arguments: run(arguments, sizes))
-
-
-def _filled(line: str, texts: Sequence[str]) -> str:
-    pieces = line.split(_PLACE)
-    return "".join(texts[int(piece)] if index % 2 else piece for index, piece in enumerate(pieces))
 
 
 def _are_equal(value: Any, other: Any) -> bool:

@@ -229,7 +229,7 @@ class Targets:
 
         This shows only when that gradient is computed, in the middle of the forward. So the forward is called again.
         """
-        before = None if self.session.captured_count else BeforeCall(called.module, called.args, called.kwargs)
+        before = None if self.session.captured_count else BeforeCall(called)
         try:
             return call(called)
         except SecondDerivativeError:
@@ -242,8 +242,7 @@ class Targets:
             f"{called.name} runs without a plan: it trains on a gradient that it takes in its forward "
             f"(create_graph=True), and torch.compile can't capture all that is between.{self.session.why_uncaptured()}"
         )
-        args, kwargs = before.restore()
-        return replace(called, args=args, kwargs=kwargs).run()
+        return before.restore().run()
 
     def _call_compiled(self, called: Called) -> Any:
         path, module, before = called.path, called.module, self.session.runs

@@ -250,4 +250,4 @@ def test_a_copy_on_its_way_when_a_step_fails_harms_nobody():
     others = torch.zeros(2**16, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     assert not others.any()
-    assert torch.equal(copies.Place(others).on(copies.Arriving(leaving).storage()).cpu(), expected)
+    assert torch.equal(copies.place_of(others)(copies.Arriving(leaving).storage()).cpu(), expected)
