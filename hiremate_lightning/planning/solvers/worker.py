@@ -16,11 +16,11 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import takewhile
-from multiprocessing.connection import Connection, Pipe
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from ...errors import ConfigurationError, HiRemateWarning
 from ...housekeeping import Once, log
@@ -47,17 +47,14 @@ class Worker:
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self._owner = os.getpid()
         self.is_ready = False  # whether its first message has arrived
-        self._connection, its_end = Pipe()
-        with its_end:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(its_end.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # what solvers print
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
-                pass_fds=[its_end.fileno()],
-                start_new_session=True,  # Ctrl-C must reach the training only
-            )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C must reach the training only
+        )
 
     @property
     def is_usable(self) -> bool:
@@ -80,14 +77,16 @@ class Worker:
         return str(self._ask(backend, GRACE_S))
 
     def _ask(self, question: Any, limit_s: float, progress: Progress | None = None) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         watchdog = threading.Timer(limit_s, self._process.kill)
         watchdog.daemon = True
         watchdog.start()
         kind = READY
         try:
-            self._connection.send(question)
+            _send(self._process.stdin, question)
             while kind not in (ANSWER, ERROR):
-                kind, *answer = self._connection.recv()
+                kind, *answer = pickle.load(self._process.stdout)
                 self.is_ready = True
                 if kind == PROGRESS and progress is not None:
                     progress(*answer)
@@ -108,7 +107,10 @@ class Worker:
         if self._owner == os.getpid():
             self._process.kill()
             self._process.wait()
-            self._connection.close()
+            for stream in (self._process.stdin, self._process.stdout):
+                with suppress(OSError):  # closing sends the rest of a question, which nobody reads
+                    if stream is not None:
+                        stream.close()
 
 
 _lock = threading.Lock()
@@ -211,36 +213,43 @@ def _running() -> Worker | None:
     if _worker is None or not _worker.is_usable:
         try:
             _worker = Worker()
-        except (OSError, ValueError) as error:  # Windows can't hand on a connection
+        except OSError as error:
             log.info("No process for solving could be started (%s): solving in place", error)
             return None
         atexit.register(_worker.close)
     return _worker
 
 
-def _serve(connection: Connection) -> None:
-    """Answer questions until the parent ends."""
-    connection.send((READY,))
+def _send(stream: IO[bytes], message: Any) -> None:
+    pickle.dump(message, stream, protocol=pickle.HIGHEST_PROTOCOL)
+    stream.flush()
+
+
+def _serve() -> None:
+    """Answer questions from standard input until it ends; discard what solvers print."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    _send(answers, (READY,))
     while True:
         try:
-            question = connection.recv()
+            question = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         try:
-            connection.send((ANSWER, _answer(question, connection)))
+            _send(answers, (ANSWER, _answer(question, answers)))
         except Exception as error:  # any error is reported to the parent
             line = " ".join(str(error).split())
-            connection.send((ERROR, f"{type(error).__name__}: {line}", traceback.format_exc()))
+            _send(answers, (ERROR, f"{type(error).__name__}: {line}", traceback.format_exc()))
 
 
-def _answer(question: Any, connection: Connection) -> Solution | str:
+def _answer(question: Any, answers: IO[bytes]) -> Solution | str:
     """Solve a problem by a strategy, or return why a backend fails, by the question."""
     if isinstance(question, str):
         return mip_backend.failure(question)
     problem, name = question
 
     def send(best_ms: float, bound_ms: float) -> None:
-        connection.send((PROGRESS, best_ms, bound_ms))
+        _send(answers, (PROGRESS, best_ms, bound_ms))
 
     return with_offloading(get_strategy(name))(replace(problem, options=replace(problem.options, progress=send)))
 
@@ -249,4 +258,4 @@ if __name__ == "__main__":
     # Import by the package's name: the classes of `__main__` differ from those that the package imports.
     from hiremate_lightning.planning import solvers  # noqa: F401  (registers the strategies)
 
-    _serve(Connection(int(sys.argv[1])))
+    _serve()
