@@ -76,6 +76,11 @@ class PlanningTime:
         """The seconds of all stages."""
         return self.capture_s + self.profile_s + self.solve_s + self.compile_s + self.prove_s
 
+    def plus(self, stage: str, seconds: float) -> PlanningTime:
+        """Return the sums with a stage added, if it is one of `STAGES`."""
+        name = STAGES.get(stage)
+        return self if name is None else replace(self, **{name: getattr(self, name) + seconds})
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -175,9 +175,7 @@ class _Modules:
 
     def rows(self, limit: int) -> tuple[ModuleRow, ...]:
         shown = self._fold(self._children(_Block("", (), ("",))), limit)
-        while (opened := self._open_one(shown, limit)) is not None:
-            shown = opened
-        return tuple(block.row() for block in shown)
+        return tuple(block.row() for block in self._opened(shown, limit))
 
     def _children(self, block: _Block) -> list[_Block]:
         """Split a block into its child modules, equal ones together, and its own operations."""
@@ -204,8 +202,8 @@ class _Modules:
             clusters[(name,) if stem == name else (stem, work)].append(name)
         return list(clusters.values())
 
-    def _open_one(self, shown: list[_Block], limit: int) -> list[_Block] | None:
-        """Split the largest block that can be split within the limit of rows; return None if there is none."""
+    def _opened(self, shown: list[_Block], limit: int) -> list[_Block]:
+        """Split the largest block that can be split within the limit of rows, and again, until there is none."""
         for block in sorted(shown, key=self._weight, reverse=True):
             at = shown.index(block)
             is_open = any(later.depth > block.depth for later in shown[at + 1 : at + 2])
@@ -216,8 +214,8 @@ class _Modules:
             room = limit - len(shown) + (not block.is_group)
             children = self._fold(self._children(block), room)
             if len(children) > block.is_group and room > 1:
-                return [*shown[: at + block.is_group], *children, *shown[at + 1 :]]
-        return None
+                return self._opened([*shown[: at + block.is_group], *children, *shown[at + 1 :]], limit)
+        return shown
 
     def _fold(self, blocks: list[_Block], limit: int) -> list[_Block]:
         """Sum up in one row the small blocks and those beyond the limit of rows."""

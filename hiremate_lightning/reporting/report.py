@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,7 @@ from rich.text import Text
 
 from .. import thresholds
 from ..housekeeping import log
-from ..planning.plan import (
-    STAGES,
-    Plan,
-    PlanningTime,
-    measured_line,
-    near_words,
-    plan_title,
-    planned_lines,
-    planning_words,
-)
+from ..planning.plan import Plan, PlanningTime, measured_line, near_words, plan_title, planned_lines, planning_words
 from ..units import format_ratio
 from .html_report import write_html
 from .plan_summary import advice_lines
@@ -90,7 +80,7 @@ class Reporter:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Show a stage of planning while it runs; add its seconds to `total` if it is one of `STAGES`."""
+        """Show a stage of planning while it runs; add its seconds to `total` if it is one of those in reports."""
         log.debug(name)
         start = time.perf_counter()
         shown: AbstractContextManager[None] = nullcontext()
@@ -98,9 +88,7 @@ class Reporter:
             shown = self._drawn(name) if self.console.is_interactive else self._named_if_long(name)
         with shown:
             yield
-        if (field := STAGES.get(name)) is not None:
-            seconds = getattr(self.total, field) + time.perf_counter() - start
-            self.total = replace(self.total, **{field: seconds})
+        self.total = self.total.plus(name, time.perf_counter() - start)
 
     @contextmanager
     def _drawn(self, name: str) -> Iterator[None]:

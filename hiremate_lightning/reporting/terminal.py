@@ -58,7 +58,7 @@ def plan_table(plan: Plan) -> RenderableType:
 
     def draw(width: int, is_ascii: bool) -> Panel:
         numbers = all_numbers(plan)
-        timeline = Timeline(plan, width - 4).draw()  # less the panel's border and padding
+        timeline = MemoryTimeline(plan, width - 4).draw()  # less the panel's border and padding
         shown = Group(_facts(numbers, is_ascii), "", module_table(rows_of(numbers)), "", timeline)
         return Panel(shown, title=Text(plan_title(plan), "bold"), title_align="left", width=width, border_style=FAINT)
 
@@ -139,7 +139,7 @@ def _level(share: float) -> str:
 # ---------------------------------------------------------------- the memory timeline
 
 
-class Timeline:
+class MemoryTimeline:
     """The memory of the planned step in front of the eager step's: time to the right, bytes upwards.
 
     The vertical axis starts at the resident bytes; the budget is a line, unless it is far above all memory. Each column

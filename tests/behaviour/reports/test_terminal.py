@@ -13,7 +13,7 @@ from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.records.costs import Link, Profile
 from hiremate_lightning.records.graph import OUTSIDE
 from hiremate_lightning.records.offload import Offload, idle_storages
-from hiremate_lightning.reporting.terminal import ASCII, Timeline, plan_table
+from hiremate_lightning.reporting.terminal import ASCII, MemoryTimeline, plan_table
 from tests.tiny import Builder, blocks_plan, flat_plan, mixed_plan, plan_keeping, transformer
 
 
@@ -149,11 +149,11 @@ TIMELINE = """\
 
 
 def test_the_timeline_is_exactly_this():
-    assert Timeline(mixed_plan(4), 60).draw().plain == TIMELINE
+    assert MemoryTimeline(mixed_plan(4), 60).draw().plain == TIMELINE
 
 
 def test_the_timeline_in_ascii_has_the_same_shape():
-    unicode = Timeline(mixed_plan(4), 60).draw().plain
+    unicode = MemoryTimeline(mixed_plan(4), 60).draw().plain
     ascii_only = unicode.translate(ASCII)
     ascii_only.encode("ascii")
     assert [len(line) for line in ascii_only.splitlines()] == [len(line) for line in unicode.splitlines()]
@@ -161,7 +161,7 @@ def test_the_timeline_in_ascii_has_the_same_shape():
 
 def budget_line(plan: Plan) -> tuple[list[str], list[str]]:
     """The rows above the budget line, and those below it."""
-    lines = Timeline(plan, 70).draw().plain.splitlines()[1:-2]
+    lines = MemoryTimeline(plan, 70).draw().plain.splitlines()[1:-2]
     at = next(i for i, line in enumerate(lines) if line.endswith("─" * 20))
     return lines[:at], lines[at + 1 :]
 
@@ -181,7 +181,7 @@ def test_the_plan_is_drawn_below_its_budget_and_eager_above(kept_blocks: int):
 def test_a_budget_far_from_all_memory_leaves_the_drawing_small():
     plan = mixed_plan(4)
     far, near = (
-        Timeline(replace(plan, budget_bytes=size_bytes), 70).draw().plain
+        MemoryTimeline(replace(plan, budget_bytes=size_bytes), 70).draw().plain
         for size_bytes in (100 * plan.budget_bytes, plan.resident_bytes + 1)
     )
     assert "budget" not in far
@@ -200,32 +200,32 @@ def offload_plan(plan: Plan) -> Plan:
 def test_what_goes_to_the_host_has_its_own_mark_and_colour():
     """A legend that is too long for the width takes two lines."""
     plan = offload_plan(mixed_plan(4))
-    drawn = Timeline(plan, 70).draw()
+    drawn = MemoryTimeline(plan, 70).draw()
     legend, *rows = drawn.plain.splitlines()
     assert "▒ goes to the host" in legend
     assert "▒" in "".join(rows)
     assert {span.style for span in drawn.spans if "▒" in drawn.plain[span.start : span.end]} == {"blue"}
-    ascii_only = Timeline(plan, 70).draw().plain.translate(ASCII)
+    ascii_only = MemoryTimeline(plan, 70).draw().plain.translate(ASCII)
     ascii_only.encode("ascii")
     assert "% goes to the host" in ascii_only
-    lines = Timeline(plan, 50).draw().plain.splitlines()
+    lines = MemoryTimeline(plan, 50).draw().plain.splitlines()
     assert max(map(len, lines)) <= 50
     assert "planned" in lines[0]
     assert "recomputing" in lines[1]
 
 
 def test_recomputation_is_marked_on_the_axis_of_the_backward():
-    axis = Timeline(mixed_plan(4), 80).draw().plain.splitlines()[-2]
+    axis = MemoryTimeline(mixed_plan(4), 80).draw().plain.splitlines()[-2]
     forward, backward = axis.split("┴")[1:]
     assert "━" not in forward
     assert "━" in backward
     graph, profile = transformer(2)
     whole = plan_keeping(graph, profile, [node.name for node in graph.nodes])
-    assert "━" not in Timeline(whole, 80).draw().plain
+    assert "━" not in MemoryTimeline(whole, 80).draw().plain
 
 
 def test_a_step_that_takes_no_time_is_drawn_by_its_operations():
     plan = mixed_plan(4)
     plan = replace(plan, profile=replace(plan.profile, time_ms=(0.0,) * len(plan.profile.time_ms)))
-    assert "█" in Timeline(plan, 60).draw().plain
-    assert "█ planned" in Timeline(plan_keeping(*Builder().graph(), []), 60).draw().plain
+    assert "█" in MemoryTimeline(plan, 60).draw().plain
+    assert "█ planned" in MemoryTimeline(plan_keeping(*Builder().graph(), []), 60).draw().plain
