@@ -8,14 +8,15 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from ..errors import ConfigurationError, did_you_mean
+from ..errors import BudgetError, ConfigurationError, did_you_mean
 from ..planning.solvers.base import get_strategy
 from ..records.costs import HALF_TYPES
 from ..reporting.svg_report import writable
 from ..units import Budget, parse_budget
-from .importing import split
+from .user_code import find_script, split
 
 DEVICES = ("cpu", "cuda")
 WORDS = {  # words that an option takes, and the error for another word
@@ -50,13 +51,10 @@ def read_methods(text: str) -> tuple[str, ...]:
 
 
 def _read_overhead(text: str) -> float:
-    try:
-        share = parse_budget(text).share
-    except ValueError:
-        share = None
-    if share is None:
-        raise ConfigurationError(f'--max-overhead must be a percentage such as "30%", found {text!r}')
-    return share
+    with suppress(BudgetError):
+        if (share := parse_budget(text).share) is not None:
+            return share
+    raise ConfigurationError(f'--max-overhead must be a percentage such as "30%", found {text!r}')
 
 
 def _read_host_budget(text: str) -> int:
@@ -151,6 +149,8 @@ def read(asked: argparse.Namespace) -> None:
         _check_counts(asked, values["fsdp"])
     if "factory" in values:
         split(asked.factory)
+    if values.get("script"):
+        find_script(asked.script)  # raises if there is no such script
 
 
 def _check_step(asked: argparse.Namespace) -> None:

@@ -26,8 +26,10 @@ from ..housekeeping import log
 from ..options import OPTIONS, SEARCH_OPTIONS
 from ..reporting.plan_summary import read_summary, rows_of, summary_rows
 from ..reporting.terminal import Output, module_table
+from .arguments import read
 from .run import PROBLEM, USAGE, OneLineParser, add_flag
 from .run import main as run_script
+from .user_code import import_failures
 
 OK, STOPPED = 0, 130
 RUN = "run"  # the arguments after this word belong to a script
@@ -101,8 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE
     if words[:1] == [RUN]:
         return run_script(words[1:], ends_process=arguments is None)
-    is_script = [word.endswith(".py") for word in words] if words[0] == "doctor" else []
-    end = is_script.index(True) if any(is_script) else len(words)  # the rest belongs to the script
+    scripts = (place for place, word in enumerate(words) if words[0] == "doctor" and word.endswith(".py"))
+    end = next(scripts, len(words))  # the rest belongs to the script
     try:
         asked = parser.parse_args(words[:end])
     except SystemExit as stop:  # from argparse, which has printed why; help is no error
@@ -110,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked.script = words[end:]
     with _quiet(asked.debug):
         try:
-            return {"show": _show, "doctor": _doctor}.get(asked.command, _on_model)(asked)
+            return _show(asked) if asked.command == "show" else _with_torch(asked)
         except KeyboardInterrupt:
             sys.stderr.write("hiremate: stopped by Ctrl-C, before there was an answer\n")
             return STOPPED
@@ -210,7 +212,6 @@ def _parser() -> argparse.ArgumentParser:
 def _add_model_commands(commands: Any) -> None:
     """Add the commands that take a model."""
     plan = _model_command(commands, "plan", "plan a model under a budget, without its memory")
-    _add_several(plan)
     host = plan.add_argument_group("the host's memory, between forward and backward")
     host.add_argument("--offload", action="store_true", help="let the plan put values there, from a GPU")
     host.add_argument("--host-link", type=float, help="copies each way, GB a second (default: 25, PCIe 4; or measured)")
@@ -220,11 +221,9 @@ def _add_model_commands(commands: Any) -> None:
     plan.add_argument("--html", metavar="FILE", type=Path, help="write the report as one HTML page")
     plan.add_argument("--svg", metavar="FILE", type=Path, help="draw memory over time as an SVG picture")
     curve = _model_command(commands, "curve", "show the extra time of many budgets")
-    _add_several(curve)
     curve.add_argument("--points", type=int, default=10, help="budgets to solve (default: %(default)s)")
     compare = _model_command(commands, "compare", "compare methods of solving under the same budgets")
     compare.set_defaults(time_limit_s=10.0, solver="none")
-    _add_several(compare)
     words = '"8 GiB", "60%%" of what the step adds, or several such as 70%%,50%%,30%%'
     compare.add_argument("--budget", dest="budgets", required=True, help=words)
     compare.add_argument("--methods", default=(), help="names of strategies, such as portfolio,hilp (default: all)")
@@ -276,6 +275,8 @@ def _model_command(commands: Any, name: str, words: str) -> argparse.ArgumentPar
         add_flag(solving, OPTIONS["solver"], OPTIONS["solver"].default)
     add_flag(solving, OPTIONS["time_limit_s"], 20.0)
     _add_json(solving)
+    if name != "fit":
+        _add_several(parser)
     return parser
 
 
@@ -298,36 +299,23 @@ def _add_json(parser: Any) -> None:
 # ---------------------------------------------------------------- what they do
 
 
-def _on_model(asked: argparse.Namespace) -> int:
-    """Run a command that needs torch, and return its exit code."""
-    from .arguments import read
-
+def _with_torch(asked: argparse.Namespace) -> int:
+    """Run a command that needs torch, and return its exit code; `doctor` checks first that torch can be imported."""
     read(asked)
+    if asked.command == "doctor":
+        with Console(stderr=True).status("HiRemate: importing what is installed"):
+            failures = import_failures(["torch"])
+        if failures:
+            sys.stderr.write(
+                f"hiremate: torch can't be imported ({failures['torch']}). Mend it with: pip install --force-reinstall "
+                "torch, with the index of the build that fits your device\n"
+            )
+            return PROBLEM
     with Console(stderr=True).status("HiRemate: loading PyTorch"):
         from . import commands
 
     code: int = getattr(commands, asked.command)(asked)
     return code
-
-
-def _doctor(asked: argparse.Namespace) -> int:
-    """Check that torch can be imported, then import it and check everything else."""
-    from .arguments import read
-    from .importing import import_failures
-    from .script import find_script
-
-    read(asked)
-    if asked.script:
-        find_script(asked.script)  # raises if there is no such script
-    with Console(stderr=True).status("HiRemate: importing what is installed"):
-        failures = import_failures(["torch"])
-    if not failures:
-        return _on_model(asked)
-    sys.stderr.write(
-        f"hiremate: torch can't be imported ({failures['torch']}). Mend it with: pip install --force-reinstall torch, "
-        "with the index of the build that fits your device\n"
-    )
-    return PROBLEM
 
 
 def _show(asked: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from rich.console import Console, RenderableType
@@ -15,8 +15,8 @@ from rich.text import Text
 
 from ..errors import ConfigurationError
 from ..measuring.profiling import measure_link
-from ..memory.allocator import allocated_bytes, free_host_bytes
-from ..options import Objective, SessionOptions
+from ..memory.allocator import allocated_bytes, free_bytes
+from ..options import Objective, SessionOptions, SizeOptions
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.comparing import Comparison, Outcome, methods_to_compare, outcome_of, proven_ms
 from ..planning.comparing import curve as solve_curve
@@ -35,13 +35,13 @@ from ..reporting.report import Reporter
 from ..reporting.svg_report import panel_of, panel_svg, write_svg
 from ..reporting.terminal import Output, plan_table, write_json
 from ..running.copies import pinned_storages
-from ..sizes.size_search import BatchSizeResult, Forecast, result_table, search
+from ..sizes.size_search import Forecast, result_table, search
 from ..units import Budget, format_bytes, format_ratio, format_time
 from . import comparisons
 from .doctor import Grade, examine
 from .factory import Workload
-from .importing import find_factory
 from .offline import OfflineOptions, OfflineStep, capture_offline
+from .user_code import find_factory
 from .without_device import Layout, rates_of
 
 LOOPS = {
@@ -93,12 +93,10 @@ class _Work:
         """Return the bytes that a step has within a budget; the eager step adds `eager_bytes` to resident ones."""
         if not budget.is_auto:
             return Room(budget, resolve(budget, resident_bytes, eager_bytes, 0), resident_bytes)
-        free_bytes = free_host_bytes()
-        if self.options.device.type == "cuda":
-            if not torch.cuda.is_available():
-                raise ConfigurationError('A budget of "auto" needs the device, and there is no CUDA device here.')
-            free_bytes = torch.cuda.mem_get_info(self.options.device)[0]
-        return Room(budget, resolve(budget, 0, 0, free_bytes), resident_bytes)
+        device = self.options.device
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigurationError('A budget of "auto" needs the device, and there is no CUDA device here.')
+        return Room(budget, resolve(budget, 0, 0, free_bytes(device)), resident_bytes)
 
     def notes(self, captured: OfflineStep) -> list[str]:
         """Describe the assumptions behind the numbers."""
@@ -214,17 +212,14 @@ def _host_words(step: MergedStep, link: Link, host: Host, made: Plan, without: P
 
 def _plan_on_several(work: _Work) -> int:
     """Plan on several numbers of GPUs; return 1 if no plan meets the budget."""
-    captured: list[OfflineStep] = []
-
-    def look(shards: int) -> comparisons.Count:
-        step, made, _ = _plan_on(work, shards, on_infeasible="warn")
-        captured.append(step)
-        count = comparisons.count_of(made, step, work.rates)
-        work.reporter.report(f"HiRemate: {comparisons.count_line(count)}")
-        return count
-
-    counts = list(comparisons.look_at(work.asked.fsdp, look))
-    last, words = captured[-1], comparisons.answer(counts)
+    counts: list[comparisons.Count] = []
+    for shards in work.asked.fsdp or comparisons.POWERS:
+        last, made, _ = _plan_on(work, shards, on_infeasible="warn")
+        counts.append(comparisons.count_of(made, last, work.rates))
+        work.reporter.report(f"HiRemate: {comparisons.count_line(counts[-1])}")
+        if not work.asked.fsdp and comparisons.ends_auto(counts):
+            break
+    words = comparisons.answer(counts)
     numbers = {"target": last.name, "batch_size": last.size, "counts": counts, "answer": words}
     title = f"{last.name}, budget {work.asked.budget} on each GPU, batch size {last.size} on each: {words}"
     scope = comparisons.wrapped(["The notes below are about the largest number of GPUs."])
@@ -317,36 +312,21 @@ def fit(asked: argparse.Namespace) -> int:
     with work.reporter.stage("solving"):
         searched = search(forecast, asked.max_batch, asked.max_overhead, Objective.LARGEST, FIT_PLANS)
         if not searched.size:
-            _refuse_all_sizes(forecast, limit_bytes, asked.max_overhead)
+            needed_bytes = forecast.enough_bytes(1, asked.max_overhead)
+            raise InfeasibleBudgetError(
+                f"Not even batch size 1 fits {format_bytes(limit_bytes)} with at most {asked.max_overhead:.0%} more "
+                f"time: that needs {format_bytes(needed_bytes, up=True)} ({needed_bytes:,} bytes). Raise the budget or "
+                "--max-overhead.",
+                budget_bytes=limit_bytes,
+                smallest_bytes=needed_bytes,
+            )
         forecast.trial(searched.size)
-    result = BatchSizeResult(
-        size=searched.size,
-        limited_by=searched.limit.value,
-        unplanned_size=searched.unplanned_size,
-        objective=Objective.LARGEST.value,
-        budget_bytes=limit_bytes,
-        max_overhead=asked.max_overhead,
-        margin=0.0,
-        trials=tuple(forecast.trials[size] for size in sorted(forecast.trials)),
-        real_steps=0,
-        seconds=time.perf_counter() - start,
-    )
+    options = SizeOptions(max_overhead=asked.max_overhead, margin=0.0)
+    result = searched.result(options, limit_bytes, forecast.trials, 0, time.perf_counter() - start)
     sizes = " and ".join(map(str, FIT_SIZES))
     notes = [f"Predicted from the step at batch sizes {sizes}; nothing ran.", *work.notes(seen[-1][0])]
     _answer(asked, {**result.to_dict(), "notes": notes}, result_table(result))
     return 0
-
-
-def _refuse_all_sizes(forecast: Forecast, limit_bytes: int, max_overhead: float) -> NoReturn:
-    """Raise an InfeasibleBudgetError with the bytes that batch size 1 needs."""
-    needed_bytes = forecast.enough_bytes(1, max_overhead)
-    raise InfeasibleBudgetError(
-        f"Not even batch size 1 fits {format_bytes(limit_bytes)} with at most {max_overhead:.0%} more "
-        f"time: that needs {format_bytes(needed_bytes, up=True)} ({needed_bytes:,} bytes). Raise the budget or "
-        "--max-overhead.",
-        budget_bytes=limit_bytes,
-        smallest_bytes=needed_bytes,
-    )
 
 
 def _forecast(work: _Work, seen: Sequence[tuple[OfflineStep, MergedStep]], limit_bytes: int) -> Forecast:

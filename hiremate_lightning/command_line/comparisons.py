@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -21,10 +21,17 @@ from .without_device import Rates
 
 DRAWN = 4  # how many budgets a picture adds if the user gave one
 
+Columns = Mapping[str, Callable[[dict[str, Any]], str]]  # of a table: each header, and the cell for a row of numbers
+
 
 def wrapped(notes: Iterable[str]) -> Group:
     """Return notes below each other, wrapped to the width of the terminal."""
     return Group(*(Text(note, "dim") for note in notes))
+
+
+def _table(columns: Columns, rows: Iterable[dict[str, Any]], words: Sequence[str]) -> Table:
+    """Return a table of rows of numbers; columns whose header is in `words` align left."""
+    return plain_table(columns, ([cell(row) for cell in columns.values()] for row in rows), words)
 
 
 # ---------------------------------------------------------------- methods under the same budgets
@@ -75,24 +82,20 @@ def method_numbers(
 
 def method_tables(numbers: dict[str, Any]) -> Iterator[RenderableType]:
     """Yield for each budget its proven bound, a table of methods, the fastest first, and the methods' notes."""
-    headers = "method", "extra time", "above bound", "peak", "solved in", "ended by"
+    columns: Columns = {
+        "method": lambda row: row["method"],
+        "extra time": lambda row: format_ratio(row["overhead"]) if row["fits"] else "no plan",
+        "above bound": lambda row: format_ratio(row["distance"]) if row["fits"] else "",
+        "peak": lambda row: format_bytes(row["peak_bytes"]) if row["peak_bytes"] else "",
+        "solved in": lambda row: format_time(1000 * row["solve_s"]),
+        "ended by": lambda row: "itself" if row["stopped_by"] == "end of the search" else row["stopped_by"],
+    }
     for budget in numbers["budgets"]:
         words, size = budget["budget"], format_bytes(budget["budget_bytes"])
         bound = f"no plan is below {format_ratio(budget['bound_overhead'])}"
         proven = "nothing fits" if budget["is_impossible"] else bound
         yield Text(f"\nbudget {words if words == size else f'{words} ({size})'}, proven: {proven}")
-        rows = (
-            (
-                row["method"],
-                format_ratio(row["overhead"]) if row["fits"] else "no plan",
-                format_ratio(row["distance"]) if row["fits"] else "",
-                format_bytes(row["peak_bytes"]) if row["peak_bytes"] else "",
-                format_time(1000 * row["solve_s"]),
-                "itself" if row["stopped_by"] == "end of the search" else row["stopped_by"],
-            )
-            for row in budget["methods"]
-        )
-        yield plain_table(headers, rows, words=("method", "ended by"))
+        yield _table(columns, budget["methods"], words=("method", "ended by"))
         yield wrapped(f"{row['method']}: {row['note']}" for row in budget["methods"] if row["note"])
 
 
@@ -117,22 +120,19 @@ def curve_points(curve: Curve, resident_bytes: int, eager_bytes: int) -> list[di
 
 def curve_table(points: Sequence[dict[str, Any]]) -> Table:
     """Return a table of the points of a curve."""
-    rows = (
-        (
-            format_bytes(point["peak_bytes"], up=True),
-            format_time(point["step_ms"]),
-            format_ratio(point["overhead"]),
-            format_ratio(point["bound_overhead"]),
-            point["strategy"],
-        )
-        for point in points
-    )
-    return plain_table(("peak memory", "step", "extra time", "no plan below", "found by"), rows, words=("found by",))
+    columns: Columns = {
+        "peak memory": lambda point: format_bytes(point["peak_bytes"], up=True),
+        "step": lambda point: format_time(point["step_ms"]),
+        "extra time": lambda point: format_ratio(point["overhead"]),
+        "no plan below": lambda point: format_ratio(point["bound_overhead"]),
+        "found by": lambda point: point["strategy"],
+    }
+    return _table(columns, points, words=("found by",))
 
 
 # ---------------------------------------------------------------- numbers of GPUs
 
-MOST = 1024  # most GPUs that "auto" tries
+POWERS = tuple(2**power for power in range(11))  # the numbers of GPUs that "auto" tries, up to 1024
 ENOUGH = 8  # from this number of GPUs on, "auto" ends if more of them don't help
 FALLS = 0.98  # more GPUs help if the eager peak is at most this share of the peak on half as many
 # The parts of a peak: the name, and the resident parts or bands that it sums up.
@@ -185,18 +185,12 @@ def _peak_parts(plan: Plan, gradients_bytes: int) -> dict[str, int]:
     return {**parts_bytes, OTHERS: max(0, rest)}
 
 
-def look_at(counts: Sequence[int], look: Callable[[int], Count]) -> Iterator[Count]:
-    """Plan on several numbers of GPUs; without numbers on 1, 2, 4, ... until a plan fits, or more don't help."""
-    if counts:
-        yield from map(look, counts)
-        return
-    shards, enough_bytes = 1, 0.0
-    while shards <= MOST:
-        count = look(shards)
-        yield count
-        if count["fits"] or (shards > ENOUGH and count["unplanned_peak_bytes"] > enough_bytes):
-            return
-        shards, enough_bytes = 2 * shards, FALLS * count["unplanned_peak_bytes"]
+def ends_auto(counts: Sequence[Count]) -> bool:
+    """Whether "auto" ends with the latest of some counts: a plan fits, or more GPUs don't help."""
+    *before, last = counts
+    if last["fits"] or last["fsdp"] <= ENOUGH:
+        return bool(last["fits"])
+    return bool(last["unplanned_peak_bytes"] > FALLS * before[-1]["unplanned_peak_bytes"])
 
 
 def answer(counts: Sequence[Count]) -> str:

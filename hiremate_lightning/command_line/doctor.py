@@ -29,8 +29,7 @@ from ..planning.solvers.worker import MENDING, backend_failure
 from ..torch_private import hacks, tensor_state
 from ..units import format_bytes, format_ratio
 from .factory import Workload
-from .importing import find_factory, import_failures
-from .script import run_script
+from .user_code import find_factory, import_failures, run_script
 
 PACKAGE = "hiremate-lightning"
 CALLBACKS = "hiremate_lightning.callbacks"
@@ -98,9 +97,8 @@ def packages() -> Iterator[Finding]:
     except PackageNotFoundError:
         requirements = []
         yield Finding(PACKAGE, Grade.KNOW, "used from a checkout, not installed: requirements are not known")
-    extras = [re.search(r'extra == "(\w+)"', str(requirement.marker)) for requirement in requirements]
-    named = [(wanted, extra[1] if extra else "") for wanted, extra in zip(requirements, extras, strict=True)]
-    named = [(wanted, extra) for wanted, extra in named if wanted.name != "torch" and extra not in WITHOUT]
+    extras = {wanted: "".join(re.findall(r'extra == "(\w+)"', str(wanted.marker))) for wanted in requirements}
+    named = [(wanted, extra) for wanted, extra in extras.items() if wanted.name != "torch" and extra not in WITHOUT]
     modules = {
         wanted.name: MODULES.get(wanted.name, wanted.name.replace("-", "_"))
         for wanted, _ in named
@@ -268,18 +266,18 @@ class _Looking(Finder):
 
 def script_finding(command: Sequence[str]) -> Finding:
     """Run a script up to its first training step, and report whether its model would be refused."""
-    finder, fault = _Looking("auto"), ""
+    name, finder = command[0], _Looking("auto")
     try:
         with finder.in_place():
             run_script(command, is_module=False)
     except HiRemateError as error:
-        fault = str(error)
+        return Finding(name, Grade.BAD, str(error))
     except SystemExit as stop:
-        fault = f"it ended before its first training step, with code {stop.code}" if stop.code else ""
+        if stop.code:
+            return Finding(name, Grade.BAD, f"it ended before its first training step, with code {stop.code}")
     except Exception as error:  # the script may raise anything
-        fault = f"it failed before its first training step, {type(error).__name__}: {error}"
-    if fault:
-        return Finding(command[0], Grade.BAD, fault)
+        words = f"it failed before its first training step, {type(error).__name__}: {error}"
+        return Finding(name, Grade.BAD, words)
     if finder.words:
-        return Finding(command[0], Grade.GOOD, finder.words)
-    return Finding(command[0], Grade.KNOW, f"no training step was seen: {finder.seen.reason}")
+        return Finding(name, Grade.GOOD, finder.words)
+    return Finding(name, Grade.KNOW, f"no training step was seen: {finder.seen.reason}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,14 +57,9 @@ class ModelCall:
 
     def changed(self, module: nn.Module, change: Callable[[Any], Any]) -> ModelCall:
         """Return a call of a module with each input changed; one object passed twice (inputs and labels) stays one."""
-        changed_by_id: dict[int, Any] = {}
-
-        def once(value: Any) -> Any:
-            if id(value) not in changed_by_id:
-                changed_by_id[id(value)] = change(value)
-            return changed_by_id[id(value)]
-
-        return ModelCall(module, *tensor_state.map_leaves(once, (self.args, self.kwargs)))
+        inputs = self.args, self.kwargs
+        changed = {id(value): change(value) for value in tensor_state.leaves(inputs)}
+        return ModelCall(module, *tensor_state.map_leaves(lambda value: changed[id(value)], inputs))
 
     def resized(self, size: int) -> ModelCall:
         """Return the call with another batch size in every tensor whose first dimension is the batch size."""
@@ -171,16 +166,14 @@ def _built(workload: Workload, device: torch.device, size: int | None, mode: Any
     Fake tensors can't have their type changed once they are parameters, and tensors of the meta device can't be read.
     A factory that needs both gets memory, on the CPU, for its weights and inputs.
     """
-    for context in ((mode, device), (torch.device("meta"),)):
-        with ExitStack() as stack:
-            for manager in context:
-                stack.enter_context(manager)
-            try:
+    for tensors, place in ((mode, device), (nullcontext(), torch.device("meta"))):
+        try:
+            with tensors, place:
                 return workload.build(size)
-            except ConfigurationError:
-                raise
-            except Exception as error:  # from the factory: the next attempt may work, and the last one raises
-                log.debug("%s can't be built in %s: %s", workload.name, context, error)
+        except ConfigurationError:
+            raise
+        except Exception as error:  # from the factory: the next attempt may work, and the last one raises
+            log.debug("%s can't be built on %s: %s", workload.name, place, error)
     return workload.build(size)
 
 

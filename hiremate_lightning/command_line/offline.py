@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -116,8 +116,10 @@ class OfflineStep(Conductor):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that a step sends to other processes."""
-        return self.options.layout.sent_bytes(self.meter)
+        """Bytes that a step sends to other processes in the counted collectives, by rings as in NCCL."""
+        sent, layout = self.meter.sent, self.options.layout
+        gathered = (sent["gathered"] + sent["scattered"]) * (layout.shards - 1) // layout.shards
+        return gathered + 2 * sent["reduced"] * (layout.parts - 1) // layout.parts
 
     def estimated(self, rates: Rates) -> MergedStep:
         """Return the step as one graph, with estimated times."""
@@ -280,7 +282,7 @@ def _capture(workload: Workload, options: OfflineOptions, size: int | None, answ
     call = build_on_fakes(workload, device, size, mode)
     step = OfflineStep(call, options)  # before fully_shard() gives the module another class
     with ExitStack() as undo:
-        mesh = undo.enter_context(options.layout.processes(device))
+        mesh = undo.enter_context(options.layout.processes(device)) if options.layout.count > 1 else None
         undo.enter_context(dynamo.capturing_for_plans(answers=answers))
         if workload.inputs:
             with mode:
@@ -335,10 +337,8 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join("x".join(map(str, tensor.shape)) for tensor in tensors)
 
 
-def _autocast(options: OfflineOptions) -> Any:
-    if options.autocast is None:
-        return nullcontext()
-    return torch.autocast(options.fake_device.type, options.autocast)
+def _autocast(options: OfflineOptions) -> torch.autocast:
+    return torch.autocast(options.fake_device.type, options.autocast, enabled=options.autocast is not None)
 
 
 def _loss(result: Any, kind: str) -> torch.Tensor:

@@ -24,7 +24,7 @@ from ..planning.planner import make_options
 from ..reporting.svg_report import writable
 from ..reporting.terminal import write_json
 from ..units import format_bytes, format_ratio
-from . import script
+from . import user_code
 
 if TYPE_CHECKING:
     from ..integrations.any_script import Finder
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None, *, ends_process: bool | None = 
 
 def _run(asked: argparse.Namespace, command: Sequence[str], ends_process: bool) -> int:
     """Run a script, and find and plan the models that it trains; return the exit code."""
-    script.find_script(command, bool(asked.module))
+    user_code.find_script(command, bool(asked.module))
     options = {option.name: getattr(asked, option.name) for option in OPTIONS.values() if option.flag is not None}
     budget = asked.budget or "auto"
     make_options(budget, **options)
@@ -154,7 +154,7 @@ def _run(asked: argparse.Namespace, command: Sequence[str], ends_process: bool) 
     process = os.getpid()
     try:
         with finder.in_place():
-            script.run_script(command, bool(asked.module), ends_process)
+            user_code.run_script(command, bool(asked.module), ends_process)
         return 0
     except HiRemateError:
         raise
@@ -180,7 +180,7 @@ def _write_line(line: str) -> None:
 
 def _show_error(error: Exception) -> None:
     """Show the traceback of a script's error, without the frames that run the script."""
-    runners = {__file__, script.__file__, runpy.__file__, "<frozen runpy>"}
+    runners = {__file__, user_code.__file__, runpy.__file__, "<frozen runpy>"}
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in runners:
         trace = trace.tb_next
@@ -197,8 +197,7 @@ def _show(finder: Finder, page: str | None, numbers: str | None) -> None:
         _write_line(f"{trained.name}: {_words(trained.plan, seen.ended_by)}")
     if not finder.trained:
         _write_line(f"no training step was seen: {seen.reason}")
-    writes: tuple[tuple[Callable[..., None], Path | str | None], ...] = (_write_pages, page), (_write_numbers, numbers)
-    for write, target in writes:
+    for write, target in ((_write_pages, page), (_write_numbers, numbers)):
         try:
             if target is not None and is_rank_zero():
                 write(target, finder)

@@ -221,10 +221,7 @@ class Layout:
 
     @contextmanager
     def processes(self, device: torch.device) -> Iterator[Any]:
-        """Pretend to be rank 0 of all processes while a block runs; yield the mesh, None for one process."""
-        if self.count == 1:
-            yield None
-            return
+        """Pretend to be rank 0 of all processes while a block runs; yield the mesh."""
         if sharding.may_shard():
             raise ConfigurationError(
                 "The factory has started a process group, and --fsdp and --tp imagine one. Let it build the module "
@@ -259,11 +256,6 @@ class Layout:
                     "Name classes of its modules with --units, such as that of its layers."
                 )
         return [module for module in root.modules() if type(module).__name__ in self.units and module is not root]
-
-    def sent_bytes(self, meter: CountingMeter) -> int:
-        """Return the bytes that a process sends in the counted collectives, by rings as in NCCL."""
-        gathered = (meter.sent["gathered"] + meter.sent["scattered"]) * (self.shards - 1) // self.shards
-        return gathered + 2 * meter.sent["reduced"] * (self.parts - 1) // self.parts
 
 
 ONE = Layout()
@@ -321,7 +313,7 @@ def repeated_blocks(root: nn.Module) -> list[nn.Module]:
     children = [child for child in root.children() if next(child.parameters(), None) is not None]
     kinds = Counter(type(child) for child in children if next(child.children(), None) is not None)
     blocks = ([child] if kinds[type(child)] > 1 else repeated_blocks(child) for child in children)
-    return [block for found in blocks for block in found]
+    return [block for inner in blocks for block in inner]
 
 
 def planned_paths(module: nn.Module, path: str = "") -> list[str]:

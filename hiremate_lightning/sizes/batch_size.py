@@ -189,18 +189,8 @@ class SizeFinder:
             asked = self._runner.options.budget.size_bytes
             self._budget_bytes = self._agree(self._runner.free_bytes() if asked is None else asked)
             answer = self._find()
-        result = BatchSizeResult(
-            size=answer.size,
-            limited_by=answer.limit.value,
-            unplanned_size=answer.unplanned_size,
-            objective=self._options.objective.value,
-            budget_bytes=self._budget_bytes,
-            max_overhead=self._options.max_overhead,
-            margin=self._options.margin,
-            trials=tuple(trial for _, trial in sorted(self._trials.items())),
-            real_steps=self._runner.steps,
-            seconds=time.perf_counter() - start,
-        )
+        seconds = time.perf_counter() - start
+        result = answer.result(self._options, self._budget_bytes, self._trials, self._runner.steps, seconds)
         self._reporter.show(result_table(result))
         return result
 

@@ -20,7 +20,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from ..options import Objective, SessionOptions
+from ..options import Objective, SessionOptions, SizeOptions
 from ..planning.headroom import Room, unless_short
 from ..planning.plan import Plan
 from ..planning.planner import make_plan
@@ -186,6 +186,23 @@ class FoundSize:
     size: int  # the best size; 0 if not even 1 is accepted
     limit: Limit  # why no larger size is accepted
     unplanned_size: int  # the largest size that fits without a plan; 0 for none
+
+    def result(
+        self, options: SizeOptions, budget_bytes: int, trials: Mapping[int, SizeTrial], real_steps: int, seconds: float
+    ) -> BatchSizeResult:
+        """Return the result for the user, with all sizes that were planned or run."""
+        return BatchSizeResult(
+            size=self.size,
+            limited_by=self.limit.value,
+            unplanned_size=self.unplanned_size,
+            objective=options.objective.value,
+            budget_bytes=budget_bytes,
+            max_overhead=options.max_overhead,
+            margin=options.margin,
+            trials=tuple(trials[size] for size in sorted(trials)),
+            real_steps=real_steps,
+            seconds=seconds,
+        )
 
 
 def search(forecast: Forecast, high: int, max_overhead: float, objective: Objective, max_plans: int) -> FoundSize:

@@ -18,7 +18,7 @@ from hiremate_lightning.command_line.arguments import read_inputs
 from hiremate_lightning.command_line.cli import main
 from hiremate_lightning.command_line.doctor import Grade
 from hiremate_lightning.command_line.factory import Workload, make_input
-from hiremate_lightning.command_line.importing import find_factory, import_failures
+from hiremate_lightning.command_line.user_code import find_factory, import_failures
 from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.planning.solvers import worker
 from hiremate_lightning.planning.solvers.base import Solution, Status

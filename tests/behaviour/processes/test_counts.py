@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from hiremate_lightning.command_line.arguments import read_counts, read_inputs
 from hiremate_lightning.command_line.cli import main
-from hiremate_lightning.command_line.comparisons import answer, count_line, look_at
+from hiremate_lightning.command_line.comparisons import POWERS, Count, answer, count_line, ends_auto
 from hiremate_lightning.command_line.factory import Workload
 from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline
 from hiremate_lightning.command_line.without_device import Layout, planned_paths, repeated_blocks
@@ -187,16 +188,27 @@ def count(gpus, fits, peak_bytes, overhead=0.1, eager_bytes=None):
     return {**row, "unplanned_peak_bytes": eager_bytes, "peak_bytes": peak_bytes}
 
 
-@pytest.mark.parametrize(
-    ("asked", "looked_at", "more"),
-    [((), [1, 2, 4], ""), ((2, 4, 16), [2, 4, 16], " With 16 nothing is recomputed.")],
-    ids=["auto ends with the first that is enough", "all that were named"],
-)
-def test_numbers_are_looked_at_and_answered(asked, looked_at, more):
-    found = [*look_at(asked, lambda gpus: count(gpus, gpus > 2, 100 // gpus, 0.0 if gpus >= 16 else 0.1))]
+def counts_of_auto(count_on: Callable[[int], Count]) -> list[Count]:
+    """Return the counts up to that with which "auto" ends."""
+    counts = []
+    for gpus in POWERS:
+        counts.append(count_on(gpus))
+        if ends_auto(counts):
+            break
+    return counts
 
-    assert [c["gpus"] for c in found] == looked_at
-    assert answer(found) == "4 GPUs are enough, with +10.0% time for recomputation." + more
+
+def test_auto_ends_with_the_first_that_is_enough():
+    counts = counts_of_auto(lambda gpus: count(gpus, gpus > 2, 100 // gpus))
+
+    assert [c["gpus"] for c in counts] == [1, 2, 4]
+    assert answer(counts) == "4 GPUs are enough, with +10.0% time for recomputation."
+
+
+def test_the_answer_names_the_number_without_recomputation():
+    counts = [count(2, False, 50), count(4, True, 25), count(16, True, 6, 0.0)]
+    words = "4 GPUs are enough, with +10.0% time for recomputation. With 16 nothing is recomputed."
+    assert answer(counts) == words
 
 
 def test_numbers_of_gpus_are_read_and_written_in_a_line():
@@ -207,7 +219,7 @@ def test_numbers_of_gpus_are_read_and_written_in_a_line():
 
 
 def test_auto_ends_where_more_gpus_do_not_help():
-    found = [*look_at((), lambda gpus: count(gpus, False, 2**30 + 2**30 // gpus))]
+    found = counts_of_auto(lambda gpus: count(gpus, False, 2**30 + 2**30 // gpus))
 
     assert [c["gpus"] for c in found] == [1, 2, 4, 8, 16, 32, 64]
     least = format_bytes(found[-1]["peak_bytes"], up=True)
