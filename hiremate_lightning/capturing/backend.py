@@ -248,7 +248,7 @@ def _stub_modules(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
     token = fx.Graph().placeholder("token")
     with tensor_state.fake_mode_of([n.meta.get("val") for n in captured.placeholders]):
         token.meta["val"] = torch.empty(0)
-    results, of_results = (*captured.forward_outputs, token), [*of_forward, aot.describe_saved()]
+    results, of_results = (*captured.forward_outputs, token), [*of_forward, aot.SAVED]
     forward = _stub(captured.joint, captured.placeholders, results, of_results)
     return forward, _stub(captured.joint, (token, *captured.tangents), captured.backward_outputs, of_backward)
 

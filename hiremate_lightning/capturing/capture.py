@@ -317,9 +317,8 @@ class _Builder:
         functions = defaultdict[int, list[int]](list)
         for index in backward:
             node = self.fx_nodes[index]
-            number = aot.function_of(node)
-            if number is not None and node.target is not aten.add.Tensor:
-                functions[number].append(index)
+            if node.meta.get("autograd_backward") and "seq_nr" in node.meta and node.target is not aten.add.Tensor:
+                functions[node.meta["seq_nr"]].append(index)
         for members in functions.values():
             if len(members) > 1:
                 for index in members:

@@ -35,6 +35,7 @@ from .tensor_state import changes_uncounted, plain
 
 __all__ = ["HigherOrderOperator", "OpOverload", "is_tangent"]
 
+SAVED = SavedForBackwardsAOTOutput(0)  # AOTAutograd's descriptor of a saved tensor
 Boxed = Callable[[list[Any]], Sequence[Any]]
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Boxed]
 
@@ -77,17 +78,6 @@ def checkpoint_of(node: fx.Node) -> int | None:
     """Return the number of the `torch.utils.checkpoint` call that made a node; None for other nodes."""
     number: int | None = node.meta.get("ac_graph_id")
     return number
-
-
-def function_of(node: fx.Node) -> int | None:
-    """Return the sequence number of the autograd function whose backward made a node; None for other nodes."""
-    number: int | None = node.meta.get("seq_nr") if node.meta.get("autograd_backward") else None
-    return number
-
-
-def describe_saved() -> Any:
-    """Return AOTAutograd's descriptor of a saved tensor."""
-    return SavedForBackwardsAOTOutput(0)
 
 
 def overwritten_inputs(graph: fx.Graph) -> list[fx.Node]:

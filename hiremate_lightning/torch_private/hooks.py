@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -101,18 +102,12 @@ def without_labels(module: torch.nn.Module) -> Iterator[bool]:
     first = next(module.children(), None)  # the profiler adds them to all modules
     has_labels = first is not None and any(map(_is_label, first._forward_pre_hooks.values()))
     inner = [part for part in module.modules() if part is not module] if has_labels else []
-    tables = [table for part in inner for table in (part._forward_pre_hooks, part._forward_hooks)]
-    before = [dict(table) for table in tables]
-    for table, all_hooks in zip(tables, before, strict=True):
-        for number, hook in all_hooks.items():
-            if _is_label(hook):
+    with ExitStack() as restored:
+        for table in (table for part in inner for table in (part._forward_pre_hooks, part._forward_hooks)):
+            restored.enter_context(patch.dict(table))
+            for number in [number for number, hook in table.items() if _is_label(hook)]:
                 del table[number]
-    try:
         yield has_labels
-    finally:
-        for table, all_hooks in zip(tables, before, strict=True):
-            table.clear()
-            table.update(all_hooks)
 
 
 def _is_label(hook: Any) -> bool:

@@ -28,6 +28,7 @@ from torch._guards import Source
 from torch._ops import HigherOrderOperator
 
 from ..facts import VALUES, expect, facts_of, is_plain
+from ..tensor_state import map_leaves
 from .likeness import Likeness, Read, equal
 
 FEWEST_NODES = 4  # of a trace: a smaller one is traced as fast as it is compared
@@ -255,12 +256,8 @@ class Copy:
 
 
 def _facts(value: Any) -> Any:
-    """Return what code can ask of a node's value."""
-    if isinstance(value, torch.Tensor):
-        return facts_of(value)
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_facts, value))
-    return type(value), str(value)
+    """Return what code can ask of a node's value, in the containers of the value."""
+    return map_leaves(lambda each: facts_of(each) if isinstance(each, torch.Tensor) else (type(each), str(each)), value)
 
 
 def nodes_after(node: fx.Node) -> list[fx.Node]:
