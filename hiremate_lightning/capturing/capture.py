@@ -197,7 +197,7 @@ class _Builder:
             forward=tuple(forward),
             backward=tuple(backward),
             inputs=tuple(inputs),
-            tangents=tuple(self.tensor_of[t] for t in tangents),
+            tangents=tuple(tangents),
             outputs=self._tensors_of(outputs),
             gradients=self._tensors_of(gradients),
         )
@@ -219,12 +219,11 @@ class _Builder:
     def _tensors_of(self, values: Iterable[Any]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(self.tensor_of[v] for v in values if isinstance(v, fx.Node)))
 
-    def _add_inputs(self) -> tuple[list[int], list[fx.Node]]:
-        inputs, tangents = [], []
+    def _add_inputs(self) -> tuple[list[int], list[int]]:
+        inputs, tangents = list[int](), list[int]()
         for node in self.joint.graph.find_nodes(op="placeholder"):
             if aot.is_tangent(node):
-                tangents.append(node)
-                self._add_tensor(node, None, StorageKind.TANGENT)
+                tangents.append(self._add_tensor(node, None, StorageKind.TANGENT))
             else:
                 is_parameter = aot.input_position(node) in self.parameters
                 kind = StorageKind.PARAMETER if is_parameter else StorageKind.INPUT
