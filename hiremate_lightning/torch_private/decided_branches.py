@@ -142,7 +142,9 @@ def _nodes_behind(result: fx.Node) -> set[fx.Node]:
             needed.add(node)
             ahead += [value for value in node.all_input_nodes if not _is_number(value)]
         if not ahead:
-            ahead += _writes_to(node.graph, needed) - needed
+            storages = storages_among(value for node in needed for value in _tensors_of(node))
+            writes = (node for node in result.graph.nodes if node not in needed and _is_write(node))
+            ahead += [write for write in writes if not storages.isdisjoint(_written_by(write))]
     return needed
 
 
@@ -154,12 +156,6 @@ def _is_write(node: fx.Node) -> bool:
 def _written_by(write: fx.Node) -> set[int]:
     """Return the storage id of the tensor that a node changes in place."""
     return storages_among(_tensors_of(write.all_input_nodes[0]))
-
-
-def _writes_to(graph: fx.Graph, needed: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that change tensors of the `needed` nodes in place."""
-    storages = storages_among(value for node in needed for value in _tensors_of(node))
-    return {node for node in graph.nodes if _is_write(node) and not storages.isdisjoint(_written_by(node))}
 
 
 def _is_input(node: fx.Node) -> bool:
@@ -209,7 +205,7 @@ def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> bool:
     Three signs count: the operation's name, the tensor's version, and code outside of PyTorch, which may change its
     arguments without showing either.
     """
-    values, writes = [value for node in needed for value in _tensors_of(node)], _writes_to(graph, needed) & needed
+    values, writes = [value for node in needed for value in _tensors_of(node)], list(filter(_is_write, needed))
     storages, written = storages_among(values), [_written_by(write) for write in writes]
     counts = ((value._version, sum(storage_id(value) in of_one for of_one in written)) for value in values)
     expect(all(version <= count for version, count in counts), "not changed in place")
