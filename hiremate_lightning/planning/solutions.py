@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import deque
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
@@ -22,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import HiRemateError
-from ..housekeeping import JsonFile, log
+from ..housekeeping import JsonFile, Latest, log
 from ..records.costs import Profile, profile_from
-from ..records.offload import Offload
+from ..records.graph import Graph
+from ..records.offload import Host, Offload
 from ..records.step import Decisions
 from .comparing import Curve
 from .solvers.base import Problem, Solution, Status, Strategy, replay_solution, with_decisions
@@ -38,30 +38,21 @@ KNOWN_BEFORE = "found before"  # why a search ended, if its answer is a stored s
 class _Entry:
     """The solutions of a step at certain costs."""
 
-    solver: str  # the strategy that solved the step; "" for schedules of any strategy
     curve: Curve  # solutions and bounds by budget
     seconds: dict[int, float] = field(default_factory=dict)  # for each budget, the time limit of the latest search
 
-    def is_of(self, problem: Problem) -> bool:
-        """Whether these are solutions of the same step, whatever its times."""
-        solved, workspace_bytes = self.curve.problem, problem.profile.workspace_bytes
-        return solved.profile.workspace_bytes == workspace_bytes and solved.graph == problem.graph
 
-
-_memory: deque[_Entry] = deque(maxlen=STEPS)
+# By the strategy that solved the step, "" for schedules of any strategy, and by the step and its costs.
+_memory = Latest[tuple[str, Graph, Profile, Host], _Entry](STEPS)
 _lock = threading.Lock()  # models may be trained in several threads
 
 
 def _entry(problem: Problem, solver: str) -> _Entry:
     """Return the entry of a step at these costs and of a strategy; add an empty one if there is none."""
+    options = replace(problem.options, progress=None)  # the callback would keep the trained model alive
+    empty = _Entry(Curve(replace(problem, options=options), (), ()))
     with _lock:
-        for entry in _memory:
-            solved, costs = entry.curve.problem, (problem.profile, problem.host)
-            if entry.solver == solver and (solved.profile, solved.host) == costs and entry.is_of(problem):
-                return entry
-        options = replace(problem.options, progress=None)  # the callback would keep the trained model alive
-        _memory.append(_Entry(solver, Curve(replace(problem, options=options), (), ())))
-        return _memory[-1]
+        return _memory.get_or((solver, problem.graph, problem.profile, problem.host), lambda: empty)
 
 
 def remembering(strategy: Strategy, solver: str) -> Strategy:
@@ -160,8 +151,9 @@ class Solutions:
 
 def _schedules(problem: Problem) -> list[Decisions]:
     """List the schedules of a step that this process has stored, without those that offload."""
+    step = problem.profile.workspace_bytes, problem.graph
     with _lock:
-        curves = [entry.curve for entry in _memory if entry.is_of(problem)]
+        curves = [e.curve for (_, graph, costs, _), e in _memory.items() if (costs.workspace_bytes, graph) == step]
     return list(dict.fromkeys(point.recompute for curve in curves for point in curve.points if not point.offloads))
 
 
