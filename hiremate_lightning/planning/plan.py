@@ -179,15 +179,6 @@ class Plan:
             for (name, place), count in calls.items()
         )
 
-    def changed(self, **changes: Any) -> Plan:
-        """Return the plan with fields replaced; keep its simulations if graph, profile and solution are the same."""
-        plan = replace(self, **changes)
-        simulated = ("graph", "profile", "solution")
-        if all(getattr(plan, name) is getattr(self, name) for name in simulated):
-            cached = ("schedule", "planned", "unplanned")
-            vars(plan).update((name, value) for name, value in vars(self).items() if name in cached)
-        return plan
-
     @property
     def exceeds_budget(self) -> bool:
         """Whether the planned peak exceeds the budget: nothing fits, and the plan takes the least memory."""
@@ -200,7 +191,7 @@ class Plan:
 
     def with_measured(self, **changes: Any) -> Plan:
         """Return the plan with fields of its measurement replaced."""
-        return self.changed(measured=replace(self.measured, **changes))
+        return replace(self, measured=replace(self.measured, **changes))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers of the plan: bytes, milliseconds and ratios, by name."""

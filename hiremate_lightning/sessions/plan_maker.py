@@ -203,7 +203,7 @@ class PlanMaker:
         if isinstance(plan, Short):
             return plan
         self._model.first_wait.took(self._reporter.total)
-        plan = self.with_proofs(plan.changed(resident_parts=recorded.resident.kinds, planning=self._reporter.total))
+        plan = self.with_proofs(replace(plan, resident_parts=recorded.resident.kinds, planning=self._reporter.total))
         captured = [call.captured for call in recorded.calls]
         try:
             programs = [*self._model.offloading.build(step, captured, plan.solution)]
@@ -224,7 +224,8 @@ class PlanMaker:
         if has_more_state or highest_bytes > step.limits.budget_bytes:
             plan = plan.with_measured(peak_bytes=None, predicted_bytes=None)  # measured beside other resident bytes
         merged = step.merge()
-        adapted = plan.changed(
+        adapted = replace(
+            plan,
             graph=merged.graph,
             profile=merged.profile,
             budget_bytes=step.limits.budget_bytes,
@@ -267,7 +268,7 @@ class PlanMaker:
         """Return a plan with the present state of the proofs; the plan itself if it has that."""
         proved, rounded = self._model.proofs.words(), self._model.proofs.rounded()
         return (
-            plan if (plan.proved, plan.rounded) == (proved, rounded) else plan.changed(proved=proved, rounded=rounded)
+            plan if (plan.proved, plan.rounded) == (proved, rounded) else replace(plan, proved=proved, rounded=rounded)
         )
 
     def _reserve_host(self, recorded: RecordedStep) -> Host:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -522,7 +523,7 @@ class TestShow:
 
     def test_advice_that_plan_gave_is_shown_again(self, tmp_path, capsys):
         plan = blocks_plan(2)
-        heavy = plan.changed(resident_bytes=plan.resident_bytes + 2**30, budget_bytes=plan.budget_bytes + 2**30)
+        heavy = replace(plan, resident_bytes=plan.resident_bytes + 2**30, budget_bytes=plan.budget_bytes + 2**30)
         assert main(["show", str(write_html(heavy, tmp_path / "plan.html", curve_limit_s=0))]) == 0
         assert "\nadvice      1.00 GiB of the budget exist before the step" in capsys.readouterr().out
 

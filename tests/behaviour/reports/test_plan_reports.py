@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,14 +68,14 @@ def test_a_budget_that_changes_comes_with_its_reason():
     """Also where it is smaller: a new optimizer has no state yet, though a resized weight is a little larger."""
     plan, reports = blocks_plan(2), Reports()
     reports.planned(plan)
-    more = plan.changed(budget_bytes=plan.budget_bytes + STATE[1], resident_parts=(*plan.resident_parts, STATE))
+    more = replace(plan, budget_bytes=plan.budget_bytes + STATE[1], resident_parts=(*plan.resident_parts, STATE))
     (line,) = reports.kept(more, more)
     assert line.startswith("HiRemate plan of GPT: budget ")
     assert line.endswith(", since 256 KiB of optimizer state came, and a share is of what a step adds to that")
 
     reports = Reports()
-    reports.planned(plan.changed(budget_bytes=plan.budget_bytes + STATE[1], resident_parts=(STATE,)))
-    (line,) = reports.kept(plan.changed(resident_parts=(("weights", 2048),)))
+    reports.planned(replace(plan, budget_bytes=plan.budget_bytes + STATE[1], resident_parts=(STATE,)))
+    (line,) = reports.kept(replace(plan, resident_parts=(("weights", 2048),)))
     assert line.endswith(", since 256 KiB of optimizer state is gone, and a share is of what a step adds to the rest")
 
 
@@ -93,12 +94,12 @@ UNSAID = {
 
 @pytest.mark.parametrize("changes", UNSAID.values(), ids=UNSAID)
 def test_no_line_names_a_budget_that_stays_or_comes_back(changes: list[dict[str, object]]):
-    assert Reports().kept(*(PLAN.changed(**change) for change in changes)) == []
+    assert Reports().kept(*(replace(PLAN, **change) for change in changes)) == []
 
 
 def test_a_plan_that_is_made_again_comes_with_its_reason():
     plan = blocks_plan(2)
-    lines = Reports().planned(plan, plan.changed(resident_parts=(*plan.resident_parts, STATE)))
+    lines = Reports().planned(plan, replace(plan, resident_parts=(*plan.resident_parts, STATE)))
     assert lines[1] == "HiRemate plan of GPT is made again, since 256 KiB of optimizer state came"
 
 

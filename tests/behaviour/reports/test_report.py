@@ -208,7 +208,7 @@ def test_a_long_wait_is_announced_and_explained_afterwards(change_thresholds: Ca
     reporter.expect("GPT", 4.0)
     assert written(console) == ""
     reporter.expect("GPT", 37.0)
-    long = blocks_plan(2).changed(planning=PlanningTime(capture_s=30.0, prove_s=3.0, solve_s=4.0))
+    long = replace(blocks_plan(2), planning=PlanningTime(capture_s=30.0, prove_s=3.0, solve_s=4.0))
     for _ in range(2):
         reporter.planned(long)
     lines = written(console).splitlines()
