@@ -299,22 +299,6 @@ def test_chen_keeps_the_inputs_of_sqrt_n_segments():
 # ---------------------------------------------------------------- dtr
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(st.integers(0, 10**6), st.integers(3, 14))
-def test_the_cost_of_an_evicted_neighbourhood_follows_changes(seed: int, length: int):
-    model, rng = StepModel(problem_of(random_graph(seed, length), 0)), random.Random(seed)
-    near = dtr.EvictedNeighbours(model)
-    for _ in range(30):
-        storage = rng.choice(model.choices or (0,))
-        if storage not in model.producer:
-            continue
-        near.change(storage, is_evicted=storage not in near.evicted)
-        afresh = dtr.EvictedNeighbours(model)
-        afresh.evicted.update(near.evicted)
-        others = [s for s in model.choices if s not in near.evicted]
-        assert [near.cost_ms(s) for s in others] == [afresh.cost_ms(s) for s in others]
-
-
 def test_dtr_gives_up_what_is_large_old_and_cheap_first():
     run = dtr.DtrRun(StepModel(problem_of(uneven_chain(3, 8), 0)), limit_bytes=10**9, deadline=math.inf)
     assert run.policy() is not None

@@ -11,6 +11,7 @@ If the replay of its schedule exceeds the budget, it runs again with a smaller w
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
 
 from ..chain import last_needs
@@ -42,7 +43,12 @@ class DtrRun:
     def __init__(self, model: StepModel, limit_bytes: int, deadline: float) -> None:
         self._model, self._limit, self._deadline = model, limit_bytes, deadline
         self._last_need = last_needs(self._model)
-        self._near = EvictedNeighbours(self._model)
+        sources, results = {s: model.sources(s) for s in model.choices}, defaultdict[int, list[int]](list)
+        for storage in model.choices:
+            for source in sources[storage]:
+                results[source].append(storage)
+        self._neighbours = sources, results  # of each choice: those that its producer reads, and those made from it
+        self._evicted = set[int]()
         self.live = set[int]()
         self._live_bytes, self._clock_ms = 0, 0.0
         self._read_ms: dict[int, float] = {}
@@ -109,7 +115,7 @@ class DtrRun:
             if storage not in self.live:
                 self.live.add(storage)
                 self._live_bytes += self._model.sizes[storage]
-                self._near.change(storage, is_evicted=False)
+                self._evicted.discard(storage)
 
     def _remove(self, storages: Iterable[int]) -> None:
         for storage in storages:
@@ -126,46 +132,16 @@ class DtrRun:
                 return
             model.work.add_operations(SCORED_TIMES * len(self.live))
             self._remove([storage])
-            self._near.change(storage, is_evicted=True)
+            self._evicted.add(storage)
             if position >= 0:
                 is_read = self._read_at[storage] == position
                 self._drops.add((storage, position if is_read else position - 1))
 
     def _score(self, storage: int) -> float:
-        """Return h_DTR of a choice; the choice of least h_DTR is evicted first."""
+        """Return h_DTR of a choice, with the time to recompute it and the values of its evicted neighbourhood e*."""
         staleness_ms = max(LEAST_STALENESS_MS, self._clock_ms - self._read_ms.get(storage, 0.0))
-        return self._near.cost_ms(storage) / (self._model.sizes[storage] * staleness_ms)
-
-
-class EvictedNeighbours:
-    """The evicted neighbourhoods e*, and the choices that are evicted."""
-
-    def __init__(self, model: StepModel) -> None:
-        self._model = model
-        self.evicted = set[int]()
-        self._known: dict[int, float] = {}
-        self._sources = {s: model.sources(s) for s in model.choices}
-        self._results: dict[int, list[int]] = {s: [] for s in model.choices}
-        for storage, sources in self._sources.items():
-            for source in sources:
-                self._results[source].append(storage)
-
-    def cost_ms(self, storage: int) -> float:
-        """Return the time to recompute a choice and the values in e*(s)."""
-        if storage not in self._known:
-            ways = (lambda s, on=on: self.evicted.intersection(on[s]) for on in (self._sources, self._results))
-            near = set[int]().union(*(spread(set(), [storage], way) for way in ways))
-            nodes = {self._model.producer[s] for s in near if s in self._model.producer}
-            self._known[storage] = sum(self._model.cost_ms[n] for n in sorted(nodes))
-        return self._known[storage]
-
-    def change(self, storage: int, is_evicted: bool) -> None:
-        """Store that a choice was evicted or is back; clear the cached costs that this changes."""
-        if is_evicted == (storage in self.evicted):
-            return
-        self.evicted.add(storage)
-        around = spread(set(), [storage], lambda s: (*self._sources[s], *self._results[s]) if s in self.evicted else ())
-        for other in around:
-            self._known.pop(other, None)
-        if not is_evicted:
-            self.evicted.discard(storage)
+        ways = (lambda s, on=on: self._evicted.intersection(on[s]) for on in self._neighbours)
+        near = set[int]().union(*(spread(set(), [storage], way) for way in ways))
+        nodes = {self._model.producer[s] for s in near if s in self._model.producer}
+        cost_ms = sum(self._model.cost_ms[node] for node in sorted(nodes))
+        return cost_ms / (self._model.sizes[storage] * staleness_ms)
