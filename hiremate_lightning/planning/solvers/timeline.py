@@ -173,27 +173,16 @@ def _summed(changes: Sequence[tuple[int, int]], count: int) -> np.ndarray:
 # ---------------------------------------------------------------- the rows of a policy
 
 
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """Pairs of a choice and a backward position: the choices at each position, and the positions of each choice."""
-
-    at: Mapping[int, Sequence[int]]
-    of: Mapping[int, Sequence[int]]
-
-    def toggled(self, pairs: Iterable[tuple[int, int]]) -> Pairs:
-        """Return the symmetric difference with other pairs."""
-        at, of = dict[int, set[int]](), dict[int, set[int]]()
-        for storage, position in pairs:
-            at.setdefault(position, set()).add(storage)
-            of.setdefault(storage, set()).add(position)
-        return Pairs(_toggled(self.at, at), _toggled(self.of, of)) if at else self
+Groups = Mapping[int, Sequence[int]]  # pairs of integers: by the first integers, the second ones, ascending
 
 
-def _toggled(before: Mapping[int, Sequence[int]], changes: Mapping[int, set[int]]) -> Mapping[int, Sequence[int]]:
-    return {
-        **before,
-        **{key: sorted(values.symmetric_difference(before.get(key, ()))) for key, values in changes.items()},
-    }
+def _toggled(before: Groups, pairs: Iterable[tuple[int, int]]) -> Groups:
+    """Return the symmetric difference with other pairs."""
+    changes = defaultdict[int, set[int]](set)
+    for first, second in pairs:
+        changes[first].add(second)
+    after = {first: sorted(seconds.symmetric_difference(before.get(first, ()))) for first, seconds in changes.items()}
+    return {**before, **after} if after else before
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,18 +190,19 @@ class Lazy:
     """A policy with its effective drops, its early recomputations, and its timeline."""
 
     policy: Policy
-    drops: Pairs
-    early: Pairs
+    drops: Groups  # the positions of each choice
+    early: Groups  # the positions of each choice
+    early_at: Groups  # the choices at each position
     timeline: Timeline
 
 
 def keeping_all(model: Choices) -> Lazy:
     """Return the policy that keeps everything, laid out."""
-    count, nothing = len(model.all_reads), Pairs({}, {})
+    count = len(model.all_reads)
     empty, forward = np.zeros(count, dtype=np.int64), np.array(model.forward_bytes, dtype=np.int64)
     before = Timeline([[] for _ in range(count)], {}, {}, empty, empty, np.zeros(count), forward)
     timeline = _laid_out(model, before, {}, model.choices)
-    return Lazy(Policy(frozenset(model.choices)), nothing, nothing, timeline)
+    return Lazy(Policy(frozenset(model.choices)), {}, {}, {}, timeline)
 
 
 def lazily(model: Choices, policy: Policy, near: Lazy) -> Lazy:
@@ -221,13 +211,14 @@ def lazily(model: Choices, policy: Policy, near: Lazy) -> Lazy:
         (s, p) for s, p in policy.drops ^ near.policy.drops if s not in model.fixed and not model.is_pinned(s, p)
     }
     hurried = policy.early ^ near.policy.early
-    drops, early = near.drops.toggled(dropped), near.early.toggled(hurried)
-    walk = _Walk(model, near, drops, early)
+    drops, early = _toggled(near.drops, dropped), _toggled(near.early, hurried)
+    early_at = _toggled(near.early_at, ((position, storage) for storage, position in hurried))
+    walk = _Walk(model, near, drops, early, early_at)
     for storage in (policy.kept ^ near.policy.kept) - model.fixed:
         walk.change(storage, storage in policy.kept, -1)
     for storage, position in (*dropped, *hurried):
         heappush(walk.places, (position, storage))
-    return Lazy(policy, drops, early, with_rows(model, near.timeline, walk.rows()))
+    return Lazy(policy, drops, early, early_at, with_rows(model, near.timeline, walk.rows()))
 
 
 class _Live(set[int]):
@@ -244,14 +235,14 @@ class _Live(set[int]):
 class _Walk:
     """A walk through the backward, from one place where two policies may differ to the next.
 
-    `near` is the policy with known rows; `drops` and `early` are those of the new policy.
+    `near` is the policy with known rows; `drops`, `early` and `early_at` are those of the new policy.
     """
 
-    def __init__(self, model: Choices, near: Lazy, drops: Pairs, early: Pairs) -> None:
-        self._model, self._near, self._drops, self._early = model, near, drops, early
+    def __init__(self, model: Choices, near: Lazy, drops: Groups, early: Groups, early_at: Groups) -> None:
+        self._model, self._near, self._drops, self._early_at = model, near, drops, early_at
         self._changed: dict[int, bool] = {}  # choices that live in only one policy: whether in the new one
         self.places: list[tuple[int, int]] = []  # a heap of positions, each with a choice to examine there
-        self._places_of = [of for of in (model.uses, early.of, drops.of, near.drops.of) if of]
+        self._places_of = [of for of in (model.uses, early, drops, near.drops) if of]
 
     def change(self, storage: int, lives: bool, position: int) -> None:
         """Store a choice that lives in only one policy after a position; push its next read, production or drop."""
@@ -276,7 +267,7 @@ class _Walk:
             while self.places and self.places[0][0] == position:
                 seen.add(heappop(self.places)[1])
             live, row, before = _Live(self, position), list[int](), self._near.timeline.rows[position]
-            for wanted in (*self._early.at.get(position, ()), *self._model.all_reads[position]):
+            for wanted in (*self._early_at.get(position, ()), *self._model.all_reads[position]):
                 if wanted not in live:
                     row.extend(self._model.recompute(wanted, live))
             if row != before:
@@ -290,7 +281,7 @@ class _Walk:
 
     def _lived(self, storage: int, position: int) -> bool:
         """Whether a choice lives there in the near policy."""
-        blocks, drops = self._near.timeline.blocks.get(storage, ()), self._near.drops.of.get(storage, ())
+        blocks, drops = self._near.timeline.blocks.get(storage, ()), self._near.drops.get(storage, ())
         made = bisect_left(blocks, (position << ROW,)) if blocks else 0
         dropped = bisect_left(drops, position) if drops else 0
         if dropped:
@@ -303,9 +294,9 @@ class _Walk:
         made_before = {storage for node in before for storage in self._model.makes[node]}
         for storage in seen | made | made_before:
             lives = storage in made or self.lives(storage, position)
-            lives = lives and position not in self._drops.of.get(storage, ())
+            lives = lives and position not in self._drops.get(storage, ())
             lived = storage in made_before or self._lived(storage, position)
-            lived = lived and position not in self._near.drops.of.get(storage, ())
+            lived = lived and position not in self._near.drops.get(storage, ())
             if lives == lived:
                 self._changed.pop(storage, None)
             else:
