@@ -203,7 +203,7 @@ def with_offloading(strategy: Strategy) -> Strategy:
         alone = strategy(replace(problem, host=Host(0)))
         if not can_offload(problem) or (alone.is_feasible and alone.keeps_all):
             return alone
-        return _Improving(problem, strategy, alone).answer()
+        return _improved(StepModel(problem), strategy, alone)
 
     return solve
 
@@ -224,64 +224,54 @@ def least_with_offloads(problem: Problem, smallest: Solution) -> Solution:
     return fastest_choice(replace(problem, budget_bytes=least), candidates, smallest) or smallest
 
 
-class _Improving:
-    """A search for a solution with offloads that is faster than the strategy's solution without (`alone`)."""
+def _improved(model: StepModel, strategy: Strategy, alone: Solution) -> Solution:
+    """Return the solution without offloads (`alone`), or one with offloads that gains more than the gap.
 
-    def __init__(self, problem: Problem, strategy: Strategy, alone: Solution) -> None:
-        self._problem, self._strategy, self._alone = problem, strategy, alone
-        self._model = StepModel(problem)
-        self._work_s, self._solve_s = alone.work_s, alone.solve_s
+    The bound covers all plans, with offloads too.
+    """
+    problem, work, solved, best = model.problem, model.work, [alone], alone
+    bound_ms = offload_bound(model, problem.budget_bytes, work.done_s + BOUND_SHARE * problem.options.time_limit_s)
+    if bound_ms is not None and not (alone.is_feasible and alone.extra_ms <= bound_ms + problem.gap_ms):
+        choice = fastest_choice(problem, _candidates(model, strategy, solved), alone)
+        if choice is not None and (not alone.is_feasible or choice.extra_ms < alone.extra_ms - problem.gap_ms):
+            best = choice
+    work_s = work.done_s + sum(solution.work_s for solution in solved)
+    best = replace(best, work_s=work_s, solve_s=sum(solution.solve_s for solution in solved))
+    if not best.is_feasible:
+        status = Status.INFEASIBLE if bound_ms is None else Status.NOT_FOUND
+        return replace(best, status=status, bound_ms=bound_ms or 0.0)
+    return best.with_bound(bound_ms or 0.0, problem.gap_ms)
 
-    def answer(self) -> Solution:
-        """Return the first solution, or an offloading one that gains more than the gap; the bound covers offloading."""
-        limit_s, work = self._problem.options.time_limit_s, self._model.work
-        bound_ms = offload_bound(self._model, self._problem.budget_bytes, work.done_s + BOUND_SHARE * limit_s)
-        self._work_s += work.done_s
-        alone = self._alone
-        if bound_ms is None or (alone.is_feasible and alone.extra_ms <= bound_ms + self._problem.gap_ms):
-            return self._proven(alone, bound_ms)
-        choice = fastest_choice(self._problem, self._candidates(), alone)
-        if choice is not None and (not alone.is_feasible or choice.extra_ms < alone.extra_ms - self._problem.gap_ms):
-            alone = choice
-        return self._proven(alone, bound_ms)
 
-    def _candidates(self) -> Iterator[Decisions]:
-        """Yield decisions whose excess over the budget is to be offloaded."""
-        alone, lower_bytes = self._alone, self._problem.budget_bytes
-        yield keep_all(self._problem.graph)
-        if alone.is_feasible:
-            yield alone.recompute
-        else:
-            smallest = smallest_budget(replace(self._problem, host=Host(0)))
-            lower_bytes = max(lower_bytes, smallest.peak_bytes)
-            yield smallest.recompute
-        yield from PROPOSALS[alone.strategy](self._problem) if alone.strategy in PROPOSALS else ()
-        options = self._problem.options
-        each = replace(options, time_limit_s=SOLVES_SHARE * options.time_limit_s / len(SHARES), progress=None)
-        for share in SHARES:
-            larger_bytes = lower_bytes + int(share * (self._most_bytes() - lower_bytes))
-            if larger_bytes > lower_bytes:
-                larger = self._strategy(replace(self._problem, budget_bytes=larger_bytes, options=each, host=Host(0)))
-                self._work_s, self._solve_s = self._work_s + larger.work_s, self._solve_s + larger.solve_s
-                if larger.is_feasible:
-                    yield larger.recompute
+def _candidates(model: StepModel, strategy: Strategy, solved: list[Solution]) -> Iterator[Decisions]:
+    """Yield decisions whose excess over the budget is to be offloaded; add solutions for larger budgets to `solved`."""
+    (alone,), problem, lower_bytes = solved, model.problem, model.problem.budget_bytes
+    yield keep_all(problem.graph)
+    if alone.is_feasible:
+        yield alone.recompute
+    else:
+        smallest = smallest_budget(replace(problem, host=Host(0)))
+        lower_bytes = max(lower_bytes, smallest.peak_bytes)
+        yield smallest.recompute
+    yield from PROPOSALS[alone.strategy](problem) if alone.strategy in PROPOSALS else ()
+    limit_s = SOLVES_SHARE * problem.options.time_limit_s / len(SHARES)
+    each = replace(problem, options=replace(problem.options, time_limit_s=limit_s, progress=None), host=Host(0))
+    most_bytes = _most_bytes(model, alone)
+    for share in SHARES:
+        larger_bytes = lower_bytes + int(share * (most_bytes - lower_bytes))
+        if larger_bytes > lower_bytes:
+            solved.append(strategy(replace(each, budget_bytes=larger_bytes)))
+            if solved[-1].is_feasible:
+                yield solved[-1].recompute
 
-    def _most_bytes(self) -> int:
-        """Return the largest budget whose excess can be copied in less time than offloading can save."""
-        problem, alone, most_bytes = self._problem, self._alone, self._model.keep_all_bytes
-        link, offloaded_bytes = problem.profile.link, problem.host.size_bytes
-        assert link is not None, "can_offload has looked"
-        if alone.is_feasible:
-            halves = (problem.graph.forward, link.out_bytes_per_ms), (problem.graph.backward, link.in_bytes_per_ms)
-            for nodes, bytes_per_ms in halves:
-                half_ms = sum(problem.profile.time_ms[node] for node in nodes) + alone.extra_ms
-                offloaded_bytes = min(offloaded_bytes, int(half_ms * bytes_per_ms))
-        return min(most_bytes, problem.budget_bytes + offloaded_bytes)
 
-    def _proven(self, solution: Solution, bound_ms: float | None) -> Solution:
-        """Return a solution with the status and the bound that cover all plans, with offloads too."""
-        solution = replace(solution, work_s=self._work_s, solve_s=self._solve_s)
-        if not solution.is_feasible:
-            status = Status.INFEASIBLE if bound_ms is None else Status.NOT_FOUND
-            return replace(solution, status=status, bound_ms=bound_ms or 0.0)
-        return solution.with_bound(bound_ms or 0.0, self._problem.gap_ms)
+def _most_bytes(model: StepModel, alone: Solution) -> int:
+    """Return the largest budget whose excess can be copied in less time than offloading can save."""
+    problem, link, offloaded_bytes = model.problem, model.problem.profile.link, model.problem.host.size_bytes
+    assert link is not None, "can_offload has looked"
+    if alone.is_feasible:
+        halves = (problem.graph.forward, link.out_bytes_per_ms), (problem.graph.backward, link.in_bytes_per_ms)
+        for nodes, bytes_per_ms in halves:
+            half_ms = sum(problem.profile.time_ms[node] for node in nodes) + alone.extra_ms
+            offloaded_bytes = min(offloaded_bytes, int(half_ms * bytes_per_ms))
+    return min(model.keep_all_bytes, problem.budget_bytes + offloaded_bytes)
