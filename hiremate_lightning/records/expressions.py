@@ -183,11 +183,6 @@ class Line:
         i = min(max(bisect_right(self._sizes, size) - 1, 0), len(self._sizes) - 2)
         return (self._sizes[i], self._values[i]), (self._sizes[i + 1], self._values[i + 1])
 
-    def straight(self, size: float) -> float:
-        """Return the value on the straight line through the two `ends`."""
-        (x, low), (y, high) = self.ends(size)
-        return low + (high - low) * (size - x) / (y - x)
-
     def whole(self, size: int) -> int:
         """Return the value of an integer on the line, rounded up, at least 0."""
         if len(self._sizes) == 1:
@@ -200,7 +195,7 @@ class Line:
         if len(self._sizes) == 1:
             return self._values[0]
         (x, low), (y, high) = self.ends(size)
-        on_line = self.straight(size)
+        on_line = low + (high - low) * (size - x) / (y - x)
         if size <= y:
             return max(0.0, on_line)
         is_faster = min(x, low) > 0 and high * x > low * y  # whether the value grows faster than the size

@@ -9,7 +9,7 @@ the same ones. A storage may be offloaded to the host's memory between a copy ou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from .graph import Direction, Graph
 
@@ -67,13 +67,6 @@ class Schedule:
     forward: tuple[Operation, ...]  # operations up to the turn
     saved: tuple[int, ...]  # tensors handed to the backward: the inputs that it reads and the activations that are kept
     backward: tuple[Operation, ...]  # operations after the turn
-    _hash: int = field(default=0, init=False, repr=False, compare=False)
-
-    def __hash__(self) -> int:
-        """Return the hash; stored, because a schedule has thousands of operations."""
-        if not self._hash:
-            object.__setattr__(self, "_hash", hash((self.forward, self.saved, self.backward)) or 1)
-        return self._hash
 
     def recomputed(self, graph: Graph) -> tuple[int, ...]:
         """List the forward nodes that run in the backward, once for each run."""

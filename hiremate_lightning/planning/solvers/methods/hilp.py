@@ -183,7 +183,8 @@ class _Contraction:
 
     def run(self) -> list[_Group]:
         """Contract groups; return the remaining ones in the order of their first nodes."""
-        heap = [self._entry(candidate) for candidate in dict.fromkeys(self._candidates())]
+        candidates = (c for item in self.groups for c in (*self._chains(item), *self._regions(item)))
+        heap = [self._entry(candidate) for candidate in dict.fromkeys(candidates)]
         heapq.heapify(heap)
         while heap:
             _, _, members = heapq.heappop(heap)
@@ -203,11 +204,6 @@ class _Contraction:
 
     def _predecessors(self, item: int) -> list[int]:
         return sorted({self.group_of[self.maker[s]] for s in self.groups[item].read} - {item})
-
-    def _candidates(self) -> Iterator[tuple[int, ...]]:
-        for item in self.groups:
-            yield from self._chains(item)
-            yield from self._regions(item)
 
     def _chains(self, first: int) -> Iterator[tuple[int, ...]]:
         """Yield the pieces of the chain that begins at an item, each of at most `max_nodes`."""
