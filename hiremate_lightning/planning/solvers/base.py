@@ -129,15 +129,12 @@ class Solution:
 # ---------------------------------------------------------------- strategies by name
 
 Strategy = Callable[[Problem], Solution]
-_STRATEGIES: dict[str, Strategy] = {}
-_NEED_PROGRAMS: set[str] = set()
+_STRATEGIES: dict[str, tuple[Strategy, bool]] = {}  # by name: a strategy, and whether it solves programs
 
 
 def register(name: str, strategy: Strategy, needs_programs: bool = False) -> None:
     """Register a strategy under a name, and whether it solves mixed-integer or linear programs."""
-    _STRATEGIES[name] = strategy
-    if needs_programs:
-        _NEED_PROGRAMS.add(name)
+    _STRATEGIES[name] = strategy, needs_programs
 
 
 def strategy_names() -> tuple[str, ...]:
@@ -147,7 +144,7 @@ def strategy_names() -> tuple[str, ...]:
 
 def needs_programs(name: str) -> bool:
     """Whether a strategy solves mixed-integer or linear programs."""
-    return name in _NEED_PROGRAMS
+    return _STRATEGIES[name][1]
 
 
 def get_strategy(name: str) -> Strategy:
@@ -159,7 +156,7 @@ def get_strategy(name: str) -> Strategy:
     if name not in _STRATEGIES:
         hint = did_you_mean(str(name), _STRATEGIES)
         raise ConfigurationError(f"Unknown solver {name!r}.{hint} Choose one of: {', '.join(strategy_names())}")
-    return _STRATEGIES[name]
+    return _STRATEGIES[name][0]
 
 
 # ---------------------------------------------------------------- replays by the simulator

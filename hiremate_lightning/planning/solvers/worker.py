@@ -68,8 +68,7 @@ class Worker:
             WorkerLostError: If there is no answer within the limit; the process is then killed.
         """
         request = replace(problem, options=replace(problem.options, progress=None))
-        solution = self._ask((request, name), limit_s, problem.options.progress)
-        assert isinstance(solution, Solution)
+        solution: Solution = self._ask((request, name), limit_s, problem.options.progress)
         return solution
 
     def failure(self, backend: str) -> str:
