@@ -341,7 +341,8 @@ class _Merger:
             self._add_backward(index, following)
         beginning = self._add_beginning()
         self._free_between_forwards(beginning)
-        self._free_released_inputs(beginning)
+        for index, freer in zip(order, self.after_backwards, strict=True):  # inputs that this backward has released
+            self._free(self.calls[index].released_bytes, (*reversed(self.after_forward[:index]), beginning), freer)
         self._hold_into_backwards()
         self._free_between_backwards(beginning)
         graph = self._graph()
@@ -408,12 +409,6 @@ class _Merger:
             freed_bytes = max(0, -call.after_forward.held_bytes)
             stale_bytes, freed_bytes = max(0, stale_bytes - freed_bytes), max(0, freed_bytes - stale_bytes)
             self._free(freed_bytes, (*reversed(self.after_forward[:index]), beginning), freer)
-
-    def _free_released_inputs(self, beginning: int) -> None:
-        """Let the code after each backward free the inputs of the call that the backward has released."""
-        for index, freer in zip(self.backward_order, self.after_backwards, strict=True):
-            holders = (*reversed(self.after_forward[:index]), beginning)
-            self._free(self.calls[index].released_bytes, holders, freer)
 
     def _free_between_backwards(self, beginning: int) -> None:
         """Let the gap before a backward free its negative `held_bytes`, which earlier gaps hold.
