@@ -62,7 +62,7 @@ def run(script: Script, rank: int = 0, budget: str = BUDGET, **options: Any) -> 
     return LOOPS[script.framework](script, rank, {"budget": budget, "verbose": False, **options})
 
 
-def _planned(script: Script, prepare: Prepare, options: dict[str, Any]) -> tuple[nn.Module, nn.Module, Any]:
+def prepared(script: Script, prepare: Prepare, options: dict[str, Any]) -> tuple[nn.Module, nn.Module, Any]:
     """Make and prepare a model, with hiremate() where the script has it; give the model as made, too."""
     made = make_model().to(script.device)
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
@@ -76,7 +76,7 @@ def _planned(script: Script, prepare: Prepare, options: dict[str, Any]) -> tuple
 
 def run_plain(script: Script, rank: int, options: dict[str, Any]) -> Outcome:
     wrap = DistributedDataParallel if torch.distributed.is_initialized() else lambda model: model
-    made, model, optimizer = _planned(script, lambda model, optimizer: (wrap(model), optimizer), options)
+    made, model, optimizer = prepared(script, lambda model, optimizer: (wrap(model), optimizer), options)
     losses = []
     for index in range(STEPS):
         is_last = (index + 1) % script.accumulate == 0
@@ -102,7 +102,7 @@ def run_fabric(script: Script, rank: int, options: dict[str, Any]) -> Outcome:
         precision="bf16-mixed" if script.precision == "bf16" else "32-true",
     )
     fabric.launch()
-    _, model, optimizer = _planned(script, fabric.setup, options)
+    _, model, optimizer = prepared(script, fabric.setup, options)
     losses = []
     for index in range(STEPS):
         is_last = (index + 1) % script.accumulate == 0
@@ -125,7 +125,7 @@ def run_accelerate(script: Script, rank: int, options: dict[str, Any]) -> Outcom
         mixed_precision=script.precision,
         gradient_accumulation_steps=script.accumulate,
     )
-    _, model, optimizer = _planned(script, accelerator.prepare, options)
+    _, model, optimizer = prepared(script, accelerator.prepare, options)
     losses = []
     for index in range(STEPS):
         x = make_batch(index, rank).to(script.device)

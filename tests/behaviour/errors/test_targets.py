@@ -182,6 +182,9 @@ def test_a_wrong_shape_reads_as_in_plain_training(rows, request):
     text = "mat1 and mat2 shapes cannot be multiplied (64x31 and 32x32)"
     assert str(caught.value) in (text, f"addmm: {text}")
     assert not seen
+    before = runs(model)
+    train(model)
+    assert runs(model) == before + 3, "later steps run by the plan"
 
 
 def test_an_error_of_an_operation_has_no_words_of_the_tracer():

@@ -8,19 +8,13 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from hiremate_lightning import ConfigurationError, get_plan, hiremate, remove_hiremate
-from tests.loops import make_batch, make_model
+from tests.loops import Script, make_batch, make_model, prepared
 
 
 def set_up(place: str) -> tuple[Fabric, nn.Module, nn.Module, torch.optim.Optimizer]:
     """Give a Fabric, the model as made and as set up, and its optimizer."""
-    fabric, made = Fabric(accelerator="cpu", devices=1), make_model()
-    optimizer = torch.optim.AdamW(made.parameters())
-    if place == "before":
-        hiremate(made, "70%", verbose=False)
-    model, optimizer = fabric.setup(made, optimizer)
-    if place == "after":
-        hiremate(model, "70%", verbose=False)
-    return fabric, made, model, optimizer
+    fabric = Fabric(accelerator="cpu", devices=1)
+    return fabric, *prepared(Script("fabric", place=place), fabric.setup, {"budget": "70%", "verbose": False})
 
 
 @pytest.mark.parametrize("place", ["before", "after"])

@@ -133,24 +133,6 @@ def test_what_is_special_stands_in_the_table(words: str, plan: Plan):
 
 # ---------------------------------------------------------------- the timeline
 
-TIMELINE = """\
-          █ planned ░ unplanned ─ budget ━ recomputing
-5.48 MiB │              ░░░░░░
-         │            ░░░░░░░░░░░
-4.76 MiB │──────────────────────────────────────────────────
-         │         ░░░░░░░░░░░▇▇░░░░   ▇▇▇
-         │        ░▅▅▂▂▆▃▃▃▂▃▇██▇▇▅▅▃▃▆███▆▄▄▂▂▂▂
-         │      ▃▇███████████████████████████████▂
-         │   ▁▃▆████████████████████████████████████▆▆▆
-         │ ▁▆██████████████████████████████████████████▅▅▃▃▂
-         │▆█████████████████████████████████████████████████
-1.91 MiB ┴───────────────┴─━━━───────━━━────────────────────
-          forward 18.8 ms  backward 41.4 ms"""
-
-
-def test_the_timeline_is_exactly_this():
-    assert MemoryTimeline(mixed_plan(4), 60).draw().plain == TIMELINE
-
 
 def test_the_timeline_in_ascii_has_the_same_shape():
     unicode = MemoryTimeline(mixed_plan(4), 60).draw().plain
