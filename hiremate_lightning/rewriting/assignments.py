@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..torch_private import aot, tensor_state
+from ..torch_private import aot
 from . import nodes
 from .joint import Joint
 
@@ -199,7 +199,7 @@ def leave_out_views(joint: Joint) -> None:
     """Make nodes read a value itself in place of a view with the same shape and elements; removes pairs of views."""
     output = joint.graph.output_node()
     for node in joint.graph.nodes:
-        if node.target is aten.view.default and _is_definite(node.meta["val"]):
+        if node.target is aten.view.default and nodes.has_definite_strides(node.meta["val"]):
             before = nodes.source_of(node)
             if before.target in nodes.SHAPES and before.users.keys() == {node}:
                 node.replace_input_with(before, nodes.source_of(before))
@@ -217,10 +217,6 @@ def _shown_by(view: fx.Node) -> fx.Node | None:
         keeps_strides = keeps_strides and source.target in _KEEP_STRIDES
         source = nodes.source_of(source)
         is_same = nodes.show_the_same(source.meta.get("val"), view.meta.get("val"))
-        if is_same and (keeps_strides or _is_definite(view.meta["val"])):
+        if is_same and (keeps_strides or nodes.has_definite_strides(view.meta["val"])):
             same = source
     return same
-
-
-def _is_definite(shown: torch.Tensor) -> bool:
-    return not tensor_state.is_symbolic(shown) and nodes.has_definite_strides(shown)

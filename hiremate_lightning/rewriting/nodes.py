@@ -289,11 +289,11 @@ def may_lie_otherwise(node: fx.Node) -> bool:
 
 
 def has_definite_strides(value: torch.Tensor) -> bool:
-    """Whether a tensor's strides follow from the positions of its elements: it has no dimension of size 1.
+    """Whether a tensor's strides follow from the positions of its elements: no dimension is symbolic or has size 1.
 
     In such dimensions a trace may have other strides than kernels return, and products may round by them.
     """
-    return 1 not in value.shape
+    return not tensor_state.is_symbolic(value) and 1 not in value.shape
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:

@@ -49,16 +49,12 @@ _INTO: dict[Any, tuple[Any, str]] = {
     aten.mul.Scalar: (torch.mul, "out"),
     aten.div.Tensor: (torch.div, "out"),
     aten.div.Scalar: (torch.div, "out"),
-    aten.neg.default: (torch.neg, "out"),
     aten.where.self: (torch.where, "out"),
-    aten.exp.default: (torch.exp, "out"),
     aten.leaky_relu.default: (aten.leaky_relu.out, "out"),
     aten.relu.default: (_in_place(torch.relu_), "out"),
-    aten.rsqrt.default: (torch.rsqrt, "out"),
-    aten.sigmoid.default: (torch.sigmoid, "out"),
-    aten.sqrt.default: (torch.sqrt, "out"),
-    aten.tanh.default: (torch.tanh, "out"),
 }
+for _name in ("exp", "neg", "rsqrt", "sigmoid", "sqrt", "tanh"):
+    _INTO[getattr(aten, _name).default] = (getattr(torch, _name), "out")
 _NAMES = ("elu", "gelu", "hardsigmoid", "hardtanh", "leaky_relu", "sigmoid", "silu", "softplus", "tanh", "threshold")
 for _name in _NAMES:
     _backward = getattr(aten, f"{_name}_backward")
@@ -373,7 +369,9 @@ def find_finishes(
 
     finished, taken = dict[fx.Node, Finish](), set[fx.Node]()
     for node in operations:
-        if node in taken or not _allocates(node.target):
+        target = node.target
+        allocates = nodes.is_of_torch(target) and not nodes.is_view(target) and target not in nodes.COPIES_STORAGE
+        if node in taken or not (allocates or nodes.operation_named(target).is_fresh):
             continue
         allocated = filter(nodes.is_on_new_memory, nodes.values_of(node))
         fresh = (value for value in allocated if not tensor_state.is_symbolic(value.meta["val"]))
@@ -382,9 +380,3 @@ def find_finishes(
             finished[node] = finish
             taken.update(finish.steps)
     return finished
-
-
-def _allocates(target: Any) -> bool:
-    """Whether an aten operator, or a function registered as fresh, allocates its results with the traced sizes."""
-    allocates = nodes.is_of_torch(target) and not nodes.is_view(target) and target not in nodes.COPIES_STORAGE
-    return allocates or nodes.operation_named(target).is_fresh
