@@ -1,4 +1,4 @@
-"""The functions that Dynamo compiles for planned calls, one copy with a code object of its own for each."""
+"""The function that Dynamo compiles for planned calls, one copy with a code object of its own for each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import itertools
 import types
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,48 +17,25 @@ from ..sessions.session import Session
 from ..torch_private import dynamo
 
 
-def call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call the forward of a module's class."""
+def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of a module, or the training step of a LightningModule."""
     dynamo.hooks_of_all_modules()
-    return type(module).forward(module, *args, **kwargs)
+    return function(*args, **kwargs)
 
 
-def call_found(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a forward that was assigned to a module in place of that of its class."""
-    dynamo.hooks_of_all_modules()
-    return forward(*args, **kwargs)
-
-
-def call_training_step(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the training step of a LightningModule's class."""
-    dynamo.hooks_of_all_modules()
-    return type(module).training_step(module, *args, **kwargs)
-
-
-_Copies = list[tuple[Callable[..., Any], Callable[..., Any]]]  # each of the functions above with a copy of it
-
-# Unused copies by function. Dynamo stores compiled code and counts recompilations by code object, so each planned call
+# Unused copies of `call`. Dynamo stores compiled code and counts recompilations by code object, so each planned call
 # needs a code object of its own. Copies are used again and never dropped: if the garbage collector frees a code object,
 # Dynamo frees its entries inside of the collector, which crashes.
-_unused: defaultdict[Callable[..., Any], list[Callable[..., Any]]] = defaultdict(list)
+_unused: list[Callable[..., Any]] = []
 _numbers = itertools.count(1)
 
 
-def _take(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an unused copy of a function."""
-    if _unused[function]:
-        return _unused[function].pop()
-    assert isinstance(function, types.FunctionType)
-    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
-    return types.FunctionType(code, function.__globals__, code.co_name)
-
-
-def _give_back(copies: _Copies) -> None:
+def _give_back(copies: list[Callable[..., Any]]) -> None:
     """Forget the code compiled for copies, and mark them as unused."""
     while copies:
-        function, copy = copies.pop()
+        copy = copies.pop()
         dynamo.forget_compiled(copy)
-        _unused[function].append(copy)
+        _unused.append(copy)
 
 
 class Compiler:
@@ -72,21 +49,23 @@ class Compiler:
         self._session = session
         self._forwards: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
         self.replaced: Counter[nn.Module] = Counter()
-        self._copies: _Copies = []
+        self._copies: list[Callable[..., Any]] = []
         weakref.finalize(self, _give_back, self._copies)
 
-    def compile(self, function: Callable[..., Any], first: Any) -> Callable[..., Any]:
-        """Compile a copy of a function of this file, with its first argument bound."""
-        copy = _take(function)
-        self._copies.append((function, copy))
-        return functools.partial(torch.compile(copy, backend=self._session.backend()), first)
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile a copy of `call` for a function."""
+        if not _unused:
+            code = call.__code__.replace(co_name=f"call_{next(_numbers)}")
+            _unused.append(types.FunctionType(code, call.__globals__, code.co_name))
+        self._copies.append(_unused.pop())
+        return functools.partial(torch.compile(self._copies[-1], backend=self._session.backend()), function)
 
     def forward_of(self, module: nn.Module, forward: Callable[..., Any] | None) -> Callable[..., Any]:
         """Return the compiled forward of a module: that of its class (None), or one that was assigned to the module."""
         before, compiled = self._forwards.get(module, (None, None))
         if compiled is None or before is not forward:
             self.replaced[module] += before is not None and forward is not None
-            compiled = self.compile(call_forward, module) if forward is None else self.compile(call_found, forward)
+            compiled = self.compile(module.forward)
             self._forwards[module] = forward, compiled
         return compiled
 

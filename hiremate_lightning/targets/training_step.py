@@ -15,7 +15,7 @@ from ..calls.slots import TrainingStepSlot
 from ..errors import ConfigurationError
 from ..sessions.session import Session
 from ..torch_private import sharding
-from .entry_points import Compiler, call_found, call_training_step
+from .entry_points import Compiler
 from .overseeing import check_captured, listen_to_optimizers, planned_call
 
 
@@ -37,12 +37,9 @@ class TrainingStepTarget:
         self.root = root
         self.session = session
         self._assigned = root.__dict__.get(self.METHOD)  # a method assigned in place of that of the class
-        self._eager = self._assigned or getattr(type(root), self.METHOD).__get__(root)
+        self._eager = getattr(root, self.METHOD)
         self._compiler = Compiler(session)
-        if self._assigned is None:
-            self._compiled = self._compiler.compile(call_training_step, root)
-        else:
-            self._compiled = self._compiler.compile(call_found, self._assigned)
+        self._compiled = self._compiler.compile(self._eager)
         self._hook: Any = None
 
     def attach(self) -> None:
