@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, _T
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from hiremate_lightning.callbacks.planning import planner_of, targets_for
 from hiremate_lightning.errors import HiRemateWarning
@@ -28,6 +28,7 @@ from hiremate_lightning.sizes.batch_size import SizeFinder
 from hiremate_lightning.sizes.size_search import BatchSizeResult
 from hiremate_lightning.sizes.size_trials import SizeRunner, TrainingState, TrialSteps
 from hiremate_lightning.targets.candidates import Target
+from hiremate_lightning.torch_private.hacks import replaced
 from hiremate_lightning.units import Budget, parse_budget
 
 MODE = "plan"
@@ -238,16 +239,6 @@ def _set_size(trainer: pl.Trainer, module: pl.LightningModule, name: str, size: 
         loop._data_fetcher = None
 
 
-class _OneBatch(IterableDataset[Any]):
-    """A data set that yields one ready batch."""
-
-    def __init__(self, batch: Any) -> None:
-        self._batch = batch
-
-    def __iter__(self) -> Iterator[Any]:
-        yield self._batch
-
-
 class _Trials:
     """Runs the Trainer's own loops for one batch at a time; on exit restores what they changed in the Trainer."""
 
@@ -317,7 +308,7 @@ class _Trials:
         trainer.callbacks = [probe]  # type: ignore[attr-defined]
         loop.epoch_loop.max_steps = trainer.global_step + 1
         if self._longest_batch is not None:
-            data = DataLoader(_OneBatch(self._longest_batch(size)), batch_size=None)
+            data: DataLoader[Any] = DataLoader([self._longest_batch(size)], batch_size=None)  # type: ignore[arg-type]
             loop._data_source = _DataLoaderSource(data, loop._data_source.name)
         with _quiet():
             loop.run()
@@ -340,11 +331,7 @@ class _Trials:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence Lightning's messages about loops of one step."""
-    said = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    was_disabled, said.disabled = said.disabled, True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PossibleUserWarning)
-            yield
-    finally:
-        said.disabled = was_disabled
+    lines = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    with replaced((lines, "disabled", True)), warnings.catch_warnings():
+        warnings.simplefilter("ignore", PossibleUserWarning)
+        yield

@@ -6,7 +6,7 @@ All other internals of a session may change from release to release.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -17,6 +17,7 @@ from .sessions.current_step import CurrentStep
 from .sessions.modes import Mode
 from .sessions.session import Session
 from .targets.modules import targets_of
+from .torch_private.hacks import replaced
 
 OWN_PLAN, OTHER_PLAN, LEAST_MEMORY = "own plan", "plan of another step", "least memory"
 EAGER, OFFLOADED, RELEASED = Mode.EAGER.value, Mode.OFFLOADED.value, Mode.GIVEN_BACK.value
@@ -84,14 +85,10 @@ def _ways(step: CurrentStep) -> Iterator[str]:
         yield step.eager.mode.value
 
 
-@contextmanager
-def changed_thresholds(**changes: float) -> Iterator[None]:
+def changed_thresholds(**changes: float) -> AbstractContextManager[None]:
     """Return a context in which some fields of `Thresholds` have other values.
 
     With `measures_times=False` plans are the same on every machine: times are estimated, bytes are still measured.
     """
-    before, thresholds.current = thresholds.current, replace(thresholds.current, **changes)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        thresholds.current = before
+    changed = replace(thresholds.current, **changes)  # type: ignore[arg-type]
+    return replaced((thresholds, "current", changed))

@@ -35,6 +35,7 @@ from ..targets.modules import is_inside_planned, planned_module_with, targets_of
 from ..targets.together import together
 from ..targets.training_step import plans_step_of
 from ..torch_private import backward_pass, hooks, runtime, tensor_state
+from ..torch_private.hacks import replaced
 from .alive import Alive, may_be_planned, name_of
 from .compile_backend import hiremate as compile_backend
 
@@ -209,11 +210,8 @@ class Finder:
 
     def _call_apart(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module and ignore the calls inside of it."""
-        self._is_apart = True
-        try:
+        with replaced((self, "_is_apart", True)):
             return run(*args, **kwargs)
-        finally:
-            self._is_apart = False
 
     def _compiled_in_place(self, module: nn.Module, before: Any, compiled: Callable[..., Any], backend: Any) -> Any:
         """Return the call of a module that the script compiles in place; a module that has a plan keeps it."""

@@ -60,8 +60,9 @@ class Compiler:
         self._copies.append(_unused.pop())
         return functools.partial(torch.compile(self._copies[-1], backend=self._session.backend()), function)
 
-    def forward_of(self, module: nn.Module, forward: Callable[..., Any] | None) -> Callable[..., Any]:
-        """Return the compiled forward of a module: that of its class (None), or one that was assigned to the module."""
+    def forward_of(self, module: nn.Module) -> Callable[..., Any]:
+        """Return the compiled forward of a module: that of its class, or one that was assigned to the module."""
+        forward = module.__dict__.get("forward")  # None for that of the class
         before, compiled = self._forwards.get(module, (None, None))
         if compiled is None or before is not forward:
             self.replaced[module] += before is not None and forward is not None

@@ -26,6 +26,7 @@ from ..errors import SecondDerivativeError
 from ..sessions.messages import transforms_in
 from ..sessions.session import Session
 from ..torch_private import backward_pass, dynamo, hooks, sharding, tensor_state
+from ..torch_private.hacks import replaced, replaced_entries
 from .candidates import Candidates, Target, has_weights, parts_with_weights
 from .entry_points import Compiler
 from .overseeing import (
@@ -136,7 +137,8 @@ class Targets:
         """Call an outermost candidate that trains: by a plan, unless it can't be planned or the plan gains nothing."""
         path, module = called.path, called.module
         if self.session.leaves_out(path, called.arguments, is_part=module in self._waiting):
-            return self._call_unlearned(called)
+            with replaced((self, "_is_eager", True)):  # all modules that it calls run unobserved too
+                return called.run()
         if path not in self.adopted and sharding.has_units_below(module):
             self._passed_by.add(path)
         self._take_back(called)
@@ -208,21 +210,10 @@ class Targets:
             )
         return called.run()
 
-    def _call_unlearned(self, called: Called) -> Any:
-        """Call a module, and all modules that it calls, eager and unobserved."""
-        self._is_eager = True
-        try:
-            return called.run()
-        finally:
-            self._is_eager = False
-
     def _call_eager(self, called: Called) -> Any:
         """Call a module, and all modules that it calls, in an eager step."""
-        self.is_inside = True
-        try:
+        with replaced((self, "is_inside", True)):
             return self.session.run_eager(called.arguments, called.run)
-        finally:
-            self.is_inside = False
 
     def _or_eager(self, call: Callable[[Called], Any], called: Called) -> Any:
         """Call a module; if it takes a gradient of captured code with create_graph=True, run the model eager from then.
@@ -441,20 +432,14 @@ class Targets:
     @contextmanager
     def _in_place(self, module: nn.Module) -> Iterator[None]:
         """Replace the module's forward by the compiled one during one call, also if the module calls itself."""
-        forward, slot, was_inside = module.__dict__.get("forward"), hooks.get_call(module), self.is_inside
-        self.is_inside = True
+        compiled, slot = self._compiler.forward_of(module), hooks.get_call(module)
         hooks.set_call(module, None)
-        module.__dict__["forward"] = self._compiler.forward_of(module, forward)
         try:
-            yield
+            with replaced((self, "is_inside", True)), replaced_entries(module.__dict__, {"forward": compiled}):
+                yield
         finally:
-            self.is_inside = was_inside
             if self in _attached:
                 hooks.set_call(module, slot)
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = forward
 
 
 def planned_module_with(parameters: Sequence[torch.Tensor]) -> nn.Module | None:

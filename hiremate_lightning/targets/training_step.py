@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +13,7 @@ from ..calls.slots import TrainingStepSlot
 from ..errors import ConfigurationError
 from ..sessions.session import Session
 from ..torch_private import sharding
+from ..torch_private.hacks import replaced_entries
 from .entry_points import Compiler
 from .overseeing import check_captured, listen_to_optimizers, planned_call
 
@@ -72,24 +71,13 @@ class TrainingStepTarget:
             )
         before = self.session.runs
         name = f"{type(self.root).__name__}.{self.METHOD}"
-        with planned_call(self.session, name, self.root), self._log_untraced():
+        logs = [name for name in ("log", "log_dict") if hasattr(self.root, name)]
+        untraced = {name: torch.compiler.disable(getattr(self.root, name)) for name in logs}
+        with planned_call(self.session, name, self.root), replaced_entries(self.root.__dict__, untraced):
             result = self._compiled(*args, **kwargs)
         if self.session.runs == before:
             check_captured(self.session, name, result)
         return result
-
-    @contextmanager
-    def _log_untraced(self) -> Iterator[None]:
-        names = [name for name in ("log", "log_dict") if hasattr(self.root, name)]
-        replaced = {name: self.root.__dict__[name] for name in names if name in self.root.__dict__}
-        for name in names:
-            self.root.__dict__[name] = torch.compiler.disable(getattr(self.root, name))
-        try:
-            yield
-        finally:
-            for name in names:
-                del self.root.__dict__[name]
-            self.root.__dict__.update(replaced)
 
 
 def plans_step_of(module: nn.Module) -> bool:
