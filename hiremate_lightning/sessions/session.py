@@ -63,6 +63,7 @@ class Session:
         planned: The plans, by step signature.
         listeners: Called with each plan when it is made, and again when it has been measured.
         steps: The step under way, and the one before it.
+        closing: Functions that `close` calls.
     """
 
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
@@ -82,6 +83,7 @@ class Session:
         self.steps = Steps(model, self.planned, eager_steps, graph_programs)
         self._without_gradients = CallsWithoutGradients(model)
         self._checkpointing = ReplacedCheckpointing(root)
+        self.closing = ExitStack()
         self._compiled = ExitStack()  # restores on closing the code that ran by torch.compile before
         self._prover = Prover(model, self.steps.choose_program, self.steps.free_bytes)
 
@@ -205,6 +207,7 @@ class Session:
 
     def close(self) -> None:
         """Drop the step under way; restore checkpointing and compiled code that were replaced."""
+        self.closing.close()
         self._checkpointing.put_back()
         self._compiled.close()
         self._without_gradients.drop()

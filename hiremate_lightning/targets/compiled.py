@@ -87,7 +87,7 @@ class CompiledModel(nn.Module):
         return iter(self._held)
 
 
-_sessions: weakref.WeakKeyDictionary[Session, Any] = weakref.WeakKeyDictionary()  # with handles of optimizer hooks
+_sessions: weakref.WeakKeyDictionary[Session, None] = weakref.WeakKeyDictionary()  # a set in order
 
 
 def sessions() -> list[tuple[Session, CompiledModel]]:
@@ -97,7 +97,8 @@ def sessions() -> list[tuple[Session, CompiledModel]]:
 
 def begin(session: Session) -> None:
     """Remember a session."""
-    _sessions[session] = listen_to_optimizers(session)
+    _sessions[session] = None
+    listen_to_optimizers(session)
 
 
 def session_of(code: Any) -> Session | None:
@@ -115,5 +116,4 @@ def remove(session: Session) -> None:
     """Stop planning all functions and modules of a session; their captured code runs eager."""
     assert isinstance(session.root, CompiledModel), "only such sessions are found here"
     session.root.is_removed = True
-    _sessions[session].remove()
     session.close()

@@ -77,7 +77,6 @@ class Targets:
         self._uncaptured_parts = set[nn.Module]()  # modules inside of a planned call whose capture failed
         self._uncaptured_kinds = set[type[nn.Module]]()  # classes of modules whose capture failed
         self._trains_others = False  # whether it trains parameters that the root doesn't have
-        self._hook: Any = None
         self._waiting = WaitingSlots()
         self._around: dict[str, nn.Module] = {}  # modules around the named ones, as `Candidates.holders`
         self._thread = 0  # thread of the latest call
@@ -87,7 +86,7 @@ class Targets:
     def attach(self) -> None:
         """Take over the calls of all candidates; called again for modules that were added since."""
         if self not in _attached:
-            self._hook = listen_to_optimizers(self.session)
+            listen_to_optimizers(self.session)
             _attached.add(self)
         self._around = self.candidates.holders()
         for name, module in (self.candidates.by_path() | self._around).items():
@@ -104,8 +103,6 @@ class Targets:
         for module in self.root.modules():
             if isinstance(hooks.get_call(module), Slot):
                 hooks.set_call(module, None)
-        if self._hook is not None:
-            self._hook.remove()
 
     @property
     def inner(self) -> set[nn.Module]:

@@ -24,8 +24,8 @@ UNPLANNED = (
 warned: weakref.WeakSet[Session] = weakref.WeakSet()  # sessions that have warned of calls without a plan
 
 
-def listen_to_optimizers(session: Session) -> Any:
-    """Call a session after each optimizer step, and warn if training passes by its plans; return a handle to stop."""
+def listen_to_optimizers(session: Session) -> None:
+    """Call a session after each optimizer step until it closes, and warn if training passes by its plans."""
     reference = weakref.ref(session)  # the hook is global, and must not keep the session alive
     runs_before: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -40,8 +40,8 @@ def listen_to_optimizers(session: Session) -> Any:
             runs_before[optimizer] = session.runs
 
     handle = register_optimizer_step_post_hook(stepped)
+    session.closing.callback(handle.remove)
     weakref.finalize(session, handle.remove)
-    return handle
 
 
 def _has_gradients_of(root: nn.Module, optimizer: torch.optim.Optimizer) -> bool:

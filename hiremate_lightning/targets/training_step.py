@@ -35,29 +35,21 @@ class TrainingStepTarget:
         refuse(root)
         self.root = root
         self.session = session
-        self._assigned = root.__dict__.get(self.METHOD)  # a method assigned in place of that of the class
         self._eager = getattr(root, self.METHOD)
         self._compiler = Compiler(session)
         self._compiled = self._compiler.compile(self._eager)
-        self._hook: Any = None
 
     def attach(self) -> None:
-        """Take over the training step."""
-        if self._hook is None:
-            self._hook = listen_to_optimizers(self.session)
-        self.root.__dict__[self.METHOD] = TrainingStepSlot(self._call, self._eager)
+        """Take over the training step, until the session closes."""
+        if not plans_step_of(self.root):
+            listen_to_optimizers(self.session)
+            slot = TrainingStepSlot(self._call, self._eager)
+            self.session.closing.enter_context(replaced_entries(self.root.__dict__, {self.METHOD: slot}))
 
     def detach(self) -> None:
         """Leave the module as it was."""
         self.session.close()
         self._compiler.close()
-        if self._assigned is None:
-            self.root.__dict__.pop(self.METHOD, None)
-        else:
-            self.root.__dict__[self.METHOD] = self._assigned
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or self.session.leaves_out(self.METHOD, (args, kwargs)):

@@ -184,5 +184,5 @@ def replaced_entries(table: MutableMapping[Any, Any], stand_ins: Mapping[Any, An
         yield
     finally:
         for key in stand_ins:
-            del table[key]
+            table.pop(key, None)
         table.update(originals)
