@@ -38,22 +38,16 @@ def bucket_lengths(lengths: Iterable[int], count: int = 8) -> tuple[int, ...]:
     ends = len(values)
     # least[i]: least padded elements of the samples of the i shortest lengths, with the number of buckets so far
     least = np.where(np.arange(ends + 1) == 0, 0.0, np.inf)
-    chosen: list[np.ndarray] = []
+    chosen: list[tuple[int, ...]] = [()] * (ends + 1)  # the buckets of this padding
     for _ in range(min(count, ends)):
-        following, starts = least.copy(), np.full(ends + 1, -1)
+        following, buckets = least.copy(), list(chosen)
         for end in range(1, ends + 1):
             padded = least[:end] + (before[end] - before[:end]) * values[end - 1]
             start = int(np.argmin(padded))
             if padded[start] < following[end]:
-                following[end], starts[end] = padded[start], start
-        least = following
-        chosen.append(starts)
-    buckets, end = [], ends
-    for starts in reversed(chosen):
-        if end and starts[end] >= 0:
-            buckets.append(int(values[end - 1]))
-            end = int(starts[end])
-    return tuple(reversed(buckets))
+                following[end], buckets[end] = padded[start], (*chosen[start], int(values[end - 1]))
+        least, chosen = following, buckets
+    return chosen[ends]
 
 
 def bucket_of(length: int, buckets: Sequence[int]) -> int:

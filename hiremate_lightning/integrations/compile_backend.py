@@ -97,7 +97,7 @@ def _begin(options: dict[str, Any], key: Key, module: fx.GraphModule) -> tuple[S
     session = Session(model, make_options(**options))
     session.expect_wait(0, operations=sum(node.op.startswith("call") for node in module.graph.nodes))
     session.reporter.more = calls_for('options={..., "verbose": "full"}')
-    begin(session)
+    begin(session, model)
     return session, model
 
 

@@ -6,7 +6,7 @@ import copy
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -50,21 +50,17 @@ class TrainingState(KeptState):
             self._kept(tensor)
         self._modes = {m: m.training for m in module.modules()}
         self._others = [(other, copy.deepcopy(other.state_dict())) for other in others]
-        self._optimizers: dict[torch.optim.Optimizer, tuple[dict[Any, Any], list[dict[str, Any]]]] = {}
+        # The optimizers whose state is kept, with a copy of their state and of their groups.
+        self.optimizers: dict[torch.optim.Optimizer, tuple[dict[Any, Any], list[dict[str, Any]]]] = {}
         for optimizer in optimizers:
             self.watch(optimizer)
 
-    @property
-    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """The optimizers whose state is kept."""
-        return tuple(self._optimizers)
-
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy the state of an optimizer before its first step, unless it was copied before."""
-        if optimizer not in self._optimizers:
+        if optimizer not in self.optimizers:
             state = {p: {n: self._kept(v) for n, v in values.items()} for p, values in optimizer.state.items()}
             groups = [{n: v if n == "params" else self._kept(v) for n, v in g.items()} for g in optimizer.param_groups]
-            self._optimizers[optimizer] = state, groups
+            self.optimizers[optimizer] = state, groups
 
     def _kept(self, value: Any) -> Any:
         """Return a copy of a value; of a tensor, copy the numbers to the host and return the tensor itself."""
@@ -77,7 +73,7 @@ class TrainingState(KeptState):
         """Restore all state."""
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
-        for optimizer, (states, groups) in self._optimizers.items():
+        for optimizer, (states, groups) in self.optimizers.items():
             optimizer.state.clear()
             optimizer.state.update({parameter: dict(values) for parameter, values in states.items()})
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
@@ -218,14 +214,7 @@ class SizeRunner:
                 torch.cuda.empty_cache()
 
     def run(self, size: int, trial: TrialSteps) -> None:
-        """Run a step of a trial."""
-        with self._watching_optimizers():
-            self.train(size, trial)
-        self.steps += 1
-
-    @contextmanager
-    def _watching_optimizers(self) -> Iterator[None]:
-        """Copy each optimizer's state before its first step, and add the time of its steps to `optimizer_ms`."""
+        """Run a step of a trial: copy each optimizer's state before its first step, and set `optimizer_ms`."""
         self.optimizer_ms = 0.0
         began_ms: dict[torch.optim.Optimizer, float] = {}
 
@@ -237,12 +226,11 @@ class SizeRunner:
             if optimizer in began_ms:
                 self.optimizer_ms += self._now_ms() - began_ms.pop(optimizer)
 
-        handles = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(before).remove)
+            stack.callback(register_optimizer_step_post_hook(after).remove)
+            self.train(size, trial)
+        self.steps += 1
 
     def _now_ms(self) -> float:
         if self.device.type == "cuda":

@@ -87,17 +87,17 @@ class CompiledModel(nn.Module):
         return iter(self._held)
 
 
-_sessions: weakref.WeakKeyDictionary[Session, None] = weakref.WeakKeyDictionary()  # a set in order
+_models: weakref.WeakKeyDictionary[Session, CompiledModel] = weakref.WeakKeyDictionary()
 
 
 def sessions() -> list[tuple[Session, CompiledModel]]:
     """List the sessions that exist, latest first."""
-    return [(session, session.root) for session in [*_sessions][::-1] if isinstance(session.root, CompiledModel)]
+    return [*_models.items()][::-1]
 
 
-def begin(session: Session) -> None:
-    """Remember a session."""
-    _sessions[session] = None
+def begin(session: Session, model: CompiledModel) -> None:
+    """Remember the session of a model."""
+    _models[session] = model
     listen_to_optimizers(session)
 
 
@@ -114,6 +114,5 @@ def session_of(code: Any) -> Session | None:
 
 def remove(session: Session) -> None:
     """Stop planning all functions and modules of a session; their captured code runs eager."""
-    assert isinstance(session.root, CompiledModel), "only such sessions are found here"
-    session.root.is_removed = True
+    _models[session].is_removed = True
     session.close()
