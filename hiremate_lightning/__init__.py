@@ -16,38 +16,21 @@ if not (_package / "callbacks").is_dir() and (_package.parent / "callbacks" / "_
     # A checkout on the path, not an installed copy: here the callbacks lie beside the package, not inside it.
     __path__.append(str(_package.parent))
 
-if TYPE_CHECKING:
-    from .api import get_plan, hiremate, remove_hiremate
-    from .buckets import bucket_lengths, bucket_of
-    from .out_of_memory import InfeasibleBudgetError
-    from .planning.plan import Plan
-    from .reporting.html_report import write_html
-    from .reporting.plan_summary import plan_metrics
-    from .reporting.svg_report import write_svg
-    from .sizes.batch_size import find_max_batch_size
-    from .sizes.size_search import BatchSizeResult
+if TYPE_CHECKING:  # "as" passes a name on
+    from .api import get_plan as get_plan
+    from .api import hiremate as hiremate
+    from .api import remove_hiremate as remove_hiremate
+    from .buckets import bucket_lengths as bucket_lengths
+    from .buckets import bucket_of as bucket_of
+    from .out_of_memory import InfeasibleBudgetError as InfeasibleBudgetError
+    from .planning.plan import Plan as Plan
+    from .reporting.html_report import write_html as write_html
+    from .reporting.plan_summary import plan_metrics as plan_metrics
+    from .reporting.svg_report import write_svg as write_svg
+    from .sizes.batch_size import find_max_batch_size as find_max_batch_size
+    from .sizes.size_search import BatchSizeResult as BatchSizeResult
 
 from .errors import BudgetError, CaptureError, ConfigurationError, HiRemateError, HiRemateWarning
-
-__all__ = [
-    "BatchSizeResult",
-    "BudgetError",
-    "CaptureError",
-    "ConfigurationError",
-    "HiRemateError",
-    "HiRemateWarning",
-    "InfeasibleBudgetError",
-    "Plan",
-    "bucket_lengths",
-    "bucket_of",
-    "find_max_batch_size",
-    "get_plan",
-    "hiremate",
-    "plan_metrics",
-    "remove_hiremate",
-    "write_html",
-    "write_svg",
-]
 
 __version__ = "0.1.0"
 
@@ -66,6 +49,8 @@ _LAZY = {
     "write_html": "reporting.html_report",
     "write_svg": "reporting.svg_report",
 }
+
+__all__ = [*_LAZY, "BudgetError", "CaptureError", "ConfigurationError", "HiRemateError", "HiRemateWarning"]
 
 
 def __getattr__(name: str) -> object:
