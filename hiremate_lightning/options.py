@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal
@@ -46,16 +45,6 @@ Sizes = Mapping[str, Mapping[int, tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
-    """An option of a command."""
-
-    help: str
-    type: Callable[[str], Any] = str  # reads its text
-    choices: tuple[str, ...] = ()  # empty for any value
-    metavar: str | None = None  # names its value in the help
-
-
-@dataclass(frozen=True, slots=True)
 class Option:
     """The name, type, default, meaning, allowed values and flag of an option."""
 
@@ -67,7 +56,8 @@ class Option:
     is_allowed: Callable[[Any], bool] = lambda value: True
     read: Callable[[Any], Any] = lambda value: value  # converts an allowed value to the one in the record
     hint: str = ""  # follows the error message of a value that is not allowed
-    flag: Flag | None = None  # the option of `hiremate run`; None if a command line can't express it
+    # The option of `hiremate run`, as `add_argument` of argparse takes it; None if a command line can't express it.
+    flag: Mapping[str, Any] | None = None
 
     @property
     def flag_name(self) -> str:
@@ -166,7 +156,7 @@ class SessionOptions:
         "same. The clock ends it after 10 s and four times as long, with a warning.",
         allowed="above 0 seconds",
         is_allowed=lambda value: isinstance(value, int | float) and value > 0,
-        flag=Flag("seconds to solve one plan", float, metavar="SECONDS"),
+        flag={"help": "seconds to solve one plan", "type": float, "metavar": "SECONDS"},
     )
     max_plans: int = _option(
         "int",
@@ -175,7 +165,7 @@ class SessionOptions:
         "the plan of another input shape if it fits, else at the least memory.",
         allowed="at least 1",
         is_allowed=lambda value: isinstance(value, int) and value >= 1,
-        flag=Flag("most plans to make, one for each step signature", int, metavar="COUNT"),
+        flag={"help": "most plans to make, one for each step signature", "type": int, "metavar": "COUNT"},
     )
     on_infeasible: str = _option(
         "str",
@@ -183,7 +173,7 @@ class SessionOptions:
         '"raise" if nothing fits the budget, or "warn" to train on with the least memory found.',
         allowed="'raise' or 'warn'",
         is_allowed=lambda value: value in ("raise", "warn"),
-        flag=Flag("what to do if nothing fits the budget", choices=("raise", "warn")),
+        flag={"help": "what to do if nothing fits the budget", "choices": ("raise", "warn")},
     )
     cache_dir: Path | None = _option(  # noqa: RUF009
         "str | Path | None",
@@ -192,17 +182,17 @@ class SessionOptions:
         allowed="a folder that can be written, or None",
         is_allowed=_can_be_written,
         read=lambda folder: None if folder is None else Path(folder),
-        flag=Flag("keep measured costs and plans for later runs", metavar="FOLDER"),
+        flag={"help": "keep measured costs and plans for later runs", "metavar": "FOLDER"},
     )
     solver: str = _option(
         "str",
         "portfolio",
         SOLVER_MEANING,
-        flag=Flag(
-            "leave it at the default, portfolio; to compare, segments, none, or a method of a paper: "
+        flag={
+            "help": "leave it at the default, portfolio; to compare, segments, none, or a method of a paper: "
             + ", ".join(METHODS),
-            metavar="NAME",
-        ),
+            "metavar": "NAME",
+        },
     )
     compile: str | None = _option(
         "str | None",
@@ -211,7 +201,7 @@ class SessionOptions:
         "docs/compiled.md.",
         allowed="'inductor' or None",
         is_allowed=lambda value: value in (None, "inductor"),
-        flag=Flag("fuse operations into kernels", choices=("inductor",)),
+        flag={"help": "fuse operations into kernels", "choices": ("inductor",)},
     )
     offload: str = _option(
         "str",
@@ -221,7 +211,7 @@ class SessionOptions:
         '"always allowed" for as much as host_budget names; "off" for never. See docs/offloading.md.',
         allowed="'off', 'auto' or 'always allowed'",
         is_allowed=lambda value: value in OFFLOADS,
-        flag=Flag("let plans put values into the host's memory", choices=OFFLOADS),
+        flag={"help": "let plans put values into the host's memory", "choices": OFFLOADS},
     )
     host_budget: Budget = _option(  # noqa: RUF009
         "int | str",
@@ -231,7 +221,7 @@ class SessionOptions:
         allowed='bytes such as "64 GiB", or "auto"',
         is_allowed=lambda value: parse_budget(value).share is None,
         read=parse_budget,
-        flag=Flag("most bytes of the host for values offloaded", metavar="BYTES"),
+        flag={"help": "most bytes of the host for values offloaded", "metavar": "BYTES"},
     )
     verify: int = _option(
         "str | int",
@@ -242,11 +232,11 @@ class SessionOptions:
         is_allowed=lambda value: (_is_whole(value) and value >= 1) or value in ("first", "off"),
         read=lambda value: int(value == "first") if isinstance(value, str) else value,
         hint="'first' proves captured code against eager PyTorch at its first run.",
-        flag=Flag(
-            "runs that are proved against eager PyTorch: first, off or a number",
-            lambda text: int(text) if text.lstrip("-").isdecimal() else text,
-            metavar="RUNS",
-        ),
+        flag={
+            "help": "runs that are proved against eager PyTorch: first, off or a number",
+            "type": lambda text: int(text) if text.lstrip("-").isdecimal() else text,
+            "metavar": "RUNS",
+        },
     )
     sizes: tuple[NamedSize, ...] = _option(
         "Sizes | None",
@@ -301,13 +291,6 @@ def refuse_changes(now: SessionOptions, asked: SessionOptions) -> None:
 # ---------------------------------------------------------------- searching for the largest batch
 
 
-class Objective(str, Enum):
-    """Which size is the best."""
-
-    LARGEST = "largest"
-    THROUGHPUT = "throughput"  # most samples per second
-
-
 @dataclass(frozen=True, slots=True)
 class SizeOptions:
     """The options of a search for a size: one field for each, with the value that `Option.read` returns."""
@@ -331,13 +314,12 @@ class SizeOptions:
         allowed="at least 0",
         is_allowed=lambda value: value >= 0,
     )
-    objective: Objective = _option(  # noqa: RUF009
+    objective: str = _option(
         "str",
         "largest",
         '"largest", or "throughput" for the most samples per second.',
         allowed="'largest' or 'throughput'",
-        is_allowed=lambda value: value in [objective.value for objective in Objective],
-        read=Objective,
+        is_allowed=lambda value: value in ("largest", "throughput"),
     )
     margin: float = _option(
         "float",
@@ -356,19 +338,6 @@ class SizeOptions:
 
 
 SIZE_OPTIONS = _options_of(SizeOptions)
-SEARCH_OPTIONS = {
-    **SIZE_OPTIONS,
-    "time_limit_s": replace(
-        OPTIONS["time_limit_s"],
-        default=3.0,
-        meaning="Seconds for solving one plan, counted as the work of an idle core; training may take longer and gets "
-        "a plan at least as fast.",
-    ),
-    "solver": OPTIONS["solver"],
-    "verbose": replace(
-        OPTIONS["verbose"], annotation="bool", meaning="Whether to report the search, on rank zero.", flag=None
-    ),
-}
 
 
 def make_size_options(**given: Any) -> SizeOptions:

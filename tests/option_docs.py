@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import page_tables
-from hiremate_lightning.options import OPTIONS, SEARCH_OPTIONS, Option
+from hiremate_lightning.options import OPTIONS, SIZE_OPTIONS, Option
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE, ERRORS = ROOT / "docs" / "api.md", ROOT / "docs" / "troubleshooting.md"
 BEGIN, END = "<!-- options: begin -->", "<!-- options: end -->"
 WIDTH = 120
+
+
+SEARCH = {**SIZE_OPTIONS, "solver": OPTIONS["solver"]}  # what a search shares with other entry points
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,8 @@ class EntryPoint:
 ENTRY_POINTS = (
     EntryPoint("hiremate_lightning/api.py", "hiremate", OPTIONS, has_all=True),
     EntryPoint("callbacks/planning.py", "HiRemateCallback", OPTIONS, has_all=True),
-    EntryPoint("hiremate_lightning/sizes/batch_size.py", "find_max_batch_size", SEARCH_OPTIONS),
-    EntryPoint("callbacks/batch_size.py", "HiRemateBatchSizeFinder", SEARCH_OPTIONS),
+    EntryPoint("hiremate_lightning/sizes/batch_size.py", "find_max_batch_size", SEARCH),
+    EntryPoint("callbacks/batch_size.py", "HiRemateBatchSizeFinder", SEARCH),
 )
 
 
@@ -171,7 +174,7 @@ def _flag_of(option: Option) -> str:
 
 
 def errors() -> str:
-    options = {**OPTIONS, **SEARCH_OPTIONS}.values()
+    options = {**OPTIONS, **SIZE_OPTIONS}.values()
     return "\n".join(f"> {o.name} must be {o.allowed}, found …\n" for o in options if o.allowed)
 
 

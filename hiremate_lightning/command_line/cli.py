@@ -23,7 +23,7 @@ from rich.text import Text
 from .. import __version__
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean, place_of
 from ..housekeeping import log
-from ..options import OPTIONS, SEARCH_OPTIONS
+from ..options import OPTIONS, SIZE_OPTIONS
 from ..reporting.plan_summary import read_summary, rows_of, summary_rows
 from ..reporting.terminal import Output, module_table
 from .arguments import read
@@ -231,7 +231,7 @@ def _add_model_commands(commands: Any) -> None:
     fit = _model_command(commands, "fit", "find the largest batch within a budget")
     fit.set_defaults(fsdp="1", tp=1, units=None, param_dtype=None, link=None)  # gathers aren't linear in the batch
     fit.add_argument("--budget", required=True, help='"8 GiB", or "auto" for what is free')
-    most = SEARCH_OPTIONS["max_val"].default
+    most = SIZE_OPTIONS["max_val"].default
     fit.add_argument("--max-batch", type=int, default=most, help="largest size to look at (default: %(default)s)")
     fit.add_argument("--max-overhead", default="30%", help="most extra time to accept (default: 30%%)")
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from ..errors import ConfigurationError
 from ..measuring.profiling import measure_link
 from ..memory.allocator import allocated_bytes, free_bytes
-from ..options import Objective, SessionOptions, SizeOptions
+from ..options import SessionOptions, SizeOptions
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.comparing import Comparison, Outcome, methods_to_compare, outcome_of, proven_ms
 from ..planning.comparing import curve as solve_curve
@@ -310,7 +310,7 @@ def fit(asked: argparse.Namespace) -> int:
     limit_bytes = work.room(asked.budget).budget_bytes
     forecast = _forecast(work, seen, limit_bytes)
     with work.reporter.stage("solving"):
-        searched = search(forecast, asked.max_batch, asked.max_overhead, Objective.LARGEST, FIT_PLANS)
+        searched = search(forecast, asked.max_batch, asked.max_overhead, "largest", FIT_PLANS)
         if not searched.size:
             needed_bytes = forecast.enough_bytes(1, asked.max_overhead)
             raise InfeasibleBudgetError(

@@ -77,10 +77,9 @@ def add_flag(parser: Any, option: Option, default: Any, default_words: str = "")
     """Add the flag of an option to a parser or to a group of it; `default` is the value if the flag is left out."""
     flag = option.flag
     assert flag is not None, "the option can be given on a command line"
-    values = {"choices": flag.choices} if flag.choices else {"type": flag.type, "metavar": flag.metavar}
     words = default_words or ("" if default is None else "%(default)s")
-    text = f"{flag.help} (default: {words})" if words else flag.help
-    parser.add_argument(option.flag_name, dest=option.name, default=default, help=text, **values)
+    text = f"{flag['help']} (default: {words})" if words else flag["help"]
+    parser.add_argument(option.flag_name, dest=option.name, default=default, **{**flag, "help": text})
 
 
 def parser() -> argparse.ArgumentParser:

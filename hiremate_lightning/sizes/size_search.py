@@ -20,7 +20,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from ..options import Objective, SessionOptions, SizeOptions
+from ..options import SessionOptions, SizeOptions
 from ..planning.headroom import Room, unless_short
 from ..planning.plan import Plan
 from ..planning.planner import make_plan
@@ -195,7 +195,7 @@ class FoundSize:
             size=self.size,
             limited_by=self.limit.value,
             unplanned_size=self.unplanned_size,
-            objective=options.objective.value,
+            objective=options.objective,
             budget_bytes=budget_bytes,
             max_overhead=options.max_overhead,
             margin=options.margin,
@@ -205,7 +205,7 @@ class FoundSize:
         )
 
 
-def search(forecast: Forecast, high: int, max_overhead: float, objective: Objective, max_plans: int) -> FoundSize:
+def search(forecast: Forecast, high: int, max_overhead: float, objective: str, max_plans: int) -> FoundSize:
     """Find the best size up to `high` with at most `max_plans` plans, and why no larger one is accepted."""
     feasible = forecast.largest_feasible(high)
     unplanned = forecast.largest_unplanned(feasible) if feasible else 0
@@ -226,7 +226,7 @@ def search(forecast: Forecast, high: int, max_overhead: float, objective: Object
         else:
             refused = tried
     limit = _what_limits(forecast, size, refused, high)
-    if objective is Objective.LARGEST:
+    if objective == "largest":
         return FoundSize(size, limit, unplanned)
     fastest = _fastest(forecast, max(1, unplanned), size, max_overhead)
     return FoundSize(fastest, limit if fastest == size else Limit.THROUGHPUT, unplanned)

@@ -12,7 +12,7 @@ from hiremate_lightning.callbacks import HiRemateBatchSizeFinder, HiRemateCallba
 from hiremate_lightning.command_line.run import parser
 from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.integrations.transformers_trainer import HiRemateTrainerCallback
-from hiremate_lightning.options import OPTIONS, SEARCH_OPTIONS, Option, SessionOptions, make_size_options
+from hiremate_lightning.options import OPTIONS, SIZE_OPTIONS, Option, SessionOptions, make_size_options
 from hiremate_lightning.planning.planner import make_options
 from hiremate_lightning.targets.modules import targets_of
 from tests import option_docs
@@ -55,7 +55,7 @@ FLAGS = [option for option in OPTIONS.values() if option.flag is not None]
 
 def test_each_option_is_tried_here():
     assert list(OTHERS) == list(OPTIONS)
-    checked = [o.name for o in {**OPTIONS, **SEARCH_OPTIONS}.values() if o.allowed]
+    checked = [o.name for o in {**OPTIONS, **SIZE_OPTIONS}.values() if o.allowed]
     assert sorted(WRONG) == sorted(checked)
 
 
@@ -65,7 +65,7 @@ def test_files_are_written_as_the_options_say():
 
 ENTRIES = {
     **dict.fromkeys((hiremate, HiRemateCallback), OPTIONS),
-    **dict.fromkeys((find_max_batch_size, HiRemateBatchSizeFinder), SEARCH_OPTIONS),
+    **dict.fromkeys((find_max_batch_size, HiRemateBatchSizeFinder), option_docs.SEARCH),
 }
 
 
@@ -87,7 +87,7 @@ def test_flags_are_in_the_help_and_the_table(option: Option):
     assert f"`{option.flag_name}`" in option_docs.table()
     help_of_all = " ".join(parser().format_help().split())
     assert option.flag_name in help_of_all
-    assert option.flag.help in help_of_all
+    assert option.flag["help"] in help_of_all
 
 
 @pytest.mark.parametrize("option", FLAGS, ids=lambda option: option.name)
@@ -100,7 +100,7 @@ def test_a_flag_sets_its_option(option: Option):
 
 @pytest.mark.parametrize(("name", "value"), WRONG.items())
 def test_a_wrong_value_is_named_with_what_is_allowed(name: str, value):
-    option = {**OPTIONS, **SEARCH_OPTIONS}[name]
+    option = {**OPTIONS, **SIZE_OPTIONS}[name]
     words = f"{name} must be {option.allowed}, found {value!r}"
     with pytest.raises(ConfigurationError, match=re.escape(words)):
         make_options("1 GiB", **{name: value}) if name in OPTIONS else make_size_options(**{name: value})

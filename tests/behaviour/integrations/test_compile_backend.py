@@ -24,7 +24,7 @@ from hiremate_lightning import (
     hiremate,
     remove_hiremate,
 )
-from hiremate_lightning.targets.compiled import _sessions
+from hiremate_lightning.targets.compiled import sessions
 from tests.exact import assert_same, network
 from tests.loops import assert_within_budget
 from tests.processes import run_python
@@ -237,7 +237,7 @@ def test_a_model_of_another_kind_inherits_no_session_of_one_gone():
 
 def session_of(model: nn.Module):
     own = {id(p) for p in model.parameters()}
-    return next(s for s in _sessions if any(id(p) in own for p in s.root.parameters()))
+    return next(s for s, model in sessions() if any(id(p) in own for p in model.parameters()))
 
 
 def calls_of_each_plan(model: nn.Module) -> list[int]:

@@ -124,9 +124,9 @@ def test_a_mark_names_sizes_for_the_backend():
         torch._dynamo.mark_dynamic(batch["mask"], 1, min=2, max=LONG)
         call(**batch).square().mean().backward()
         model.zero_grad()
-    from hiremate_lightning.targets.compiled import _sessions
+    from hiremate_lightning.targets.compiled import sessions
 
-    plans = [session.plans for session in list(_sessions) if session.options.time_limit_s == 7]
+    plans = [session.plans for session, _ in sessions() if session.options.time_limit_s == 7]
     assert [len(own) for own in plans] == [2]
     with pytest.raises(Exception, match=r"Mark the tensors instead, before the first call: torch._dynamo.mark_dynamic"):
         torch.compile(Reader(), backend="hiremate", options={"sizes": NAMED})(**batch_of(SHORT))

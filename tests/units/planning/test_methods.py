@@ -135,7 +135,7 @@ def test_a_note_is_logged_once_and_is_in_the_summary(caplog):
 
 
 def test_where_solvers_are_named_all_of_them_are():
-    for text in (hiremate.__doc__, HiRemateCallback.__doc__, OPTIONS["solver"].flag.help):
+    for text in (hiremate.__doc__, HiRemateCallback.__doc__, OPTIONS["solver"].flag["help"]):
         assert text is not None
         assert [name for name in strategy_names() if name not in text] == []
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hiremate_lightning.options import Objective, SessionOptions
+from hiremate_lightning.options import SessionOptions
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.expressions import Line
 from hiremate_lightning.records.graph import Graph
@@ -30,7 +30,7 @@ def forecast(limit: int, fixed_ms: float = 0.0, validation: Line | None = None) 
     return Forecast(samples, 1, resident, limit, OPTIONS, fixed_ms, validation)
 
 
-def find(limit: int, high: int = 500, overhead: float = 9.0, objective=Objective.LARGEST, plans=30, **options):
+def find(limit: int, high: int = 500, overhead: float = 9.0, objective="largest", plans=30, **options):
     return search(forecast(limit, **options), high, overhead, objective, plans)
 
 
@@ -77,8 +77,8 @@ def test_other_limits_are_named():
 
 
 def test_throughput_stops_where_recomputation_costs_too_much():
-    alone = find(200_000, objective=Objective.THROUGHPUT)
-    with_optimizer = find(200_000, objective=Objective.THROUGHPUT, fixed_ms=10_000.0)
+    alone = find(200_000, objective="throughput")
+    with_optimizer = find(200_000, objective="throughput", fixed_ms=10_000.0)
 
     assert alone.size == alone.unplanned_size
     assert alone.limit is Limit.THROUGHPUT
@@ -88,7 +88,7 @@ def test_throughput_stops_where_recomputation_costs_too_much():
 def test_the_number_of_plans_is_limited():
     known = forecast(200_000)
 
-    found = search(known, 500, 0.1, Objective.LARGEST, 4)
+    found = search(known, 500, 0.1, "largest", 4)
 
     assert found.limit is Limit.TRIALS
     assert known.accepts(found.size, 0.1)
