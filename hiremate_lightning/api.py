@@ -11,7 +11,7 @@ from torch import nn
 
 from .calls.refused import refuse
 from .errors import ConfigurationError
-from .options import SessionOptions, Sizes, refuse_changes
+from .options import Sizes, refuse_changes
 from .planning.plan import Plan
 from .planning.planner import make_options
 from .sessions.session import Session
@@ -124,7 +124,11 @@ def take_over(
         give_way(root)
         targets = targets_of(root)
     if targets is not None and any(root is module for module in targets.root.modules()):
-        _change_budget(targets, asked, root, target)
+        refuse_changes(targets.session.options, asked)
+        targets.candidates.refuse_others(root, target)
+        targets.session.set_budget(asked.budget)
+        if asked.verbose is not True:  # the default changes nothing
+            targets.session.reporter.verbose = asked.verbose
     else:
         refuse(model)  # the wrapper too: Fabric compiles the model there
         if targets is not None:
@@ -138,27 +142,16 @@ def take_over(
     return targets
 
 
-def _change_budget(targets: Targets, asked: SessionOptions, root: nn.Module, target: Target) -> None:
-    """Let a second request change the budget, and what is reported; refuse other changes."""
-    refuse_changes(targets.session.options, asked)
-    targets.candidates.refuse_others(root, target)
-    targets.session.set_budget(asked.budget)
-    if asked.verbose is not True:  # the default changes nothing
-        targets.session.reporter.verbose = asked.verbose
-
-
 def _named(value: object) -> str:
     """Return a wrong argument in words: its text if that is short, else its type."""
     text = repr(value)
     return text if len(text) <= 60 else type(value).__name__
 
 
-def inside_wrappers(model: nn.Module) -> nn.Module:
+def inside_wrappers(model: Any) -> Any:
     """Return the module inside of the wrappers of DistributedDataParallel and Fabric."""
     while isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == FABRIC_WRAPPER:
-        inner = model.module
-        assert isinstance(inner, nn.Module), "what wraps a model refers to it as `module`"
-        model = inner
+        model = model.module
     return model
 
 

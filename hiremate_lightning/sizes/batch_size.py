@@ -245,16 +245,10 @@ class SizeFinder:
                 self._sample(size)
             except InfeasibleBudgetError as error:
                 log.info("Size %d does not fit: %s", size, error)
-                refused = InfeasibleBudgetError(
-                    f"Not even size {size} fits. {error}",
-                    budget_bytes=error.budget_bytes,
-                    smallest_bytes=error.smallest_bytes,
-                    module=error.module,
-                    device=self._runner.device.type,
-                    less_bytes=error.less_bytes,
-                )
+                error.args = (f"Not even size {size} fits. {error.args[0]}",)
                 if size == 1:
-                    raise refused from error
+                    raise
+                refused = error.with_traceback(None)  # a traceback holds the tensors of the step
                 size = max(1, size // 4)
             except Exception as error:  # at a size smaller than the user chose: some models can't train on few samples
                 if refused is None:

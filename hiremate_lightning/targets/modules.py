@@ -99,6 +99,7 @@ class Targets:
         _attached.discard(self)
         self.session.close()
         self._waiting.clear()
+        self.adopted.clear()  # calls may be taken over again: see `attach`
         self._compiler.close()
         for module in self.root.modules():
             if isinstance(hooks.get_call(module), Slot):

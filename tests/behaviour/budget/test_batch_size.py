@@ -26,6 +26,7 @@ from hiremate_lightning import (
     get_plan,
     hiremate,
     remove_hiremate,
+    testing,
 )
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sizes.batch_size import CAUTION, SizeFinder
@@ -252,12 +253,15 @@ def test_any_number_that_the_batch_grows_with_can_be_searched():
 def test_a_planned_model_gives_its_budget_and_stays_planned():
     case = layers()
     hiremate(case.model, "4 MiB", optimizer=case.optimizer, verbose=False, time_limit_s=1)
+    case.step(case.model, case.make_batch(2))
 
     result = case.find(None)
 
     assert result.budget_bytes == 4 * MiB
+    before = testing.runs(case.model)
     for _ in range(3):
         case.step(case.model, case.make_batch(int(result)))
+    assert testing.runs(case.model) == before + 3
     assert get_plan(case.model).planned_peak_bytes <= 4 * MiB
 
 
