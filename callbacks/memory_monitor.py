@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
 
 from hiremate_lightning.callbacks.planning import planner_of
@@ -78,9 +77,7 @@ class MemoryMonitor(Callback):
             self._memory, self._warn_once = ResidentMemory(pl_module), Once(warn)
             self._steps, self._sees_frees = 0, False
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any) -> None:
         """Begin to measure if this step is one to measure."""
         step, self._steps = self._steps, self._steps + 1
         if self._memory is None:
@@ -103,17 +100,15 @@ class MemoryMonitor(Callback):
         self._meter = MemoryMeter(device)
         self._meter.start()
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+    def on_before_backward(self, *_: Any) -> None:
         """Mark where the backward begins."""
         self._mark(BACKWARD)
 
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_after_backward(self, *_: Any) -> None:
         """Mark where the backward has ended."""
         self._mark(AFTER)
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, *_: Any) -> None:
         """Mark where an optimizer takes over."""
         self._mark(OPTIMIZER)
 
@@ -130,7 +125,7 @@ class MemoryMonitor(Callback):
             logger.log_metrics({METRIC: float(self.peak_bytes)}, step=step)
         self._compare(self.peak_bytes, highest, _plans(trainer, pl_module))
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, *_: Any) -> None:
         """Leave no measurement running."""
         self._stop()
 

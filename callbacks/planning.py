@@ -144,9 +144,7 @@ class HiRemateCallback(Callback):
             for optimizer in trainer.optimizers:
                 self._targets.session.watch_optimizer(optimizer)
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any) -> None:
         """Count the bytes of the whole batch: the planned modules may receive only a part."""
         if self._targets is not None:
             self._targets.session.expect_batch(batch)

@@ -269,7 +269,8 @@ class SessionOptions:
 
 
 OPTIONS = _options_of(SessionOptions)
-STAY = tuple(name for name in OPTIONS if name not in ("budget", "verbose"))  # as long as a model is planned
+# The options of a planned model that no second request changes; those of joined models are equal in them.
+STAY = tuple(name for name in OPTIONS if name not in ("budget", "verbose"))
 
 
 def refuse_changes(now: SessionOptions, asked: SessionOptions) -> None:

@@ -71,12 +71,17 @@ class Trained:
 
 
 class Unplanned(str, Enum):
-    """Why a model that was called is not planned, the most informative reason first."""
+    """Why nothing was planned, the most informative reason first; {} is the name of a model, or of an exception."""
 
     BY_SCRIPT = "the script plans {} by itself"
+    ENDED = "the script ended before one, by {}"
     EVAL = "{} was called with gradients on, but in eval mode, which is not planned; call .train() before training"
     TRANSFORMED = "{} was called inside of transforms of torch.func, which are not planned"
     WITHOUT_OPTIMIZER = "no optimizer of torch.optim has the parameters of {}"
+    PASSED_BY = (
+        "an optimizer stepped, but no call of a module with its parameters was seen. A plan runs where a module is "
+        "called; code that is compiled as a whole, or computes with bare parameters, passes it by"
+    )
 
 
 @dataclass
@@ -84,7 +89,6 @@ class Sightings:
     """Observations of a script, from which `reason` explains why nothing was planned."""
 
     updates: int = 0  # optimizer steps
-    passed_by: int = 0  # optimizer steps before any model was planned
     unplanned: dict[Unplanned, set[str]] = field(default_factory=lambda: {why: set() for why in Unplanned})  # names
     ended_by: str | None = None  # the exception that ended the script, None if it ended without one
     is_stopped: bool = False  # whether a dry run has stopped the script
@@ -92,16 +96,8 @@ class Sightings:
     @property
     def reason(self) -> str:
         """The most informative reason why nothing was planned."""
-        by_script, *others = (
-            why.value.format(" and ".join(sorted(names))) if names else "" for why, names in self.unplanned.items()
-        )
-        ended = f"the script ended before one, by {self.ended_by}" if self.ended_by and not self.updates else ""
-        passed_by = (
-            "an optimizer stepped, but no call of a module with its parameters was seen. A plan runs where a module is "
-            "called; code that is compiled as a whole, or computes with bare parameters, passes it by"
-        )
-        reasons = [by_script, ended, *others, passed_by if self.passed_by else ""]
-        return next(filter(None, reasons), NOTHING_CALLED)
+        reasons = (why.value.format(" and ".join(sorted(names))) for why, names in self.unplanned.items() if names)
+        return next(reasons, NOTHING_CALLED)
 
 
 class Finder:
@@ -166,6 +162,8 @@ class Finder:
             is_asked = isinstance(error, SystemExit) and not error.code
             words = "the error below" if isinstance(error, HiRemateError) else f"{type(error).__name__}: {error}"
             self.seen.ended_by = None if is_asked else words.rstrip(": ")
+            if self.seen.ended_by is not None and not self.seen.updates:
+                self.seen.unplanned[Unplanned.ENDED].add(self.seen.ended_by)
             raise
         finally:
             if os.getpid() == process:
@@ -298,7 +296,7 @@ class Finder:
             if by_script is not None:
                 self.leave_to_script(name_of(by_script))
             else:
-                self.seen.passed_by += 1
+                self.seen.unplanned[Unplanned.PASSED_BY].add(type(optimizer).__name__)
         if not self._is_dry or self.seen.updates < DRY_STEPS:
             return
         for session in self._sessions():

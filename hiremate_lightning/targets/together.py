@@ -7,9 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from ..options import SessionOptions
-
-NAMES_DIFFER = ("budget", "verbose")  # options that may differ between joined models
+from ..options import STAY, SessionOptions
 
 
 class Together(nn.Module):
@@ -35,7 +33,6 @@ def options_together(one: SessionOptions, other: SessionOptions) -> SessionOptio
     """Return the options of one plan in place of two, with the smaller budget; None if they can't be joined."""
     budgets = one.budget, other.budget
     have_one_form = len({(budget.size_bytes is None, budget.share is None) for budget in budgets}) == 1
-    kept = replace(other, **{name: getattr(one, name) for name in NAMES_DIFFER})
-    if kept != one or not have_one_form:
+    if not have_one_form or any(getattr(one, name) != getattr(other, name) for name in STAY):
         return None
     return replace(one, budget=min(budgets, key=lambda budget: budget.size_bytes or budget.share or 0))
