@@ -200,21 +200,17 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
             raise _TunerExitException
 
     def _search(self, trials: _Trials, asked: SessionOptions, target: Target) -> BatchSizeResult:
-        state = trials.state()
-        try:
-            longest = min(self._sizes.max_val, trials.dataset_length(self._sizes.init_val))
-            options = replace(self._sizes, init_val=min(self._sizes.init_val, longest), max_val=longest)
-            runner = SizeRunner(
-                trials.module,
-                asked,
-                state,
-                trials.train,
-                lambda session: targets_for(trials.module, session, target),
-                trials.validate if trials.has_validation else None,
-            )
-            return SizeFinder(runner, options).find()
-        finally:
-            state.restore()  # since making a loader draws random numbers
+        longest = min(self._sizes.max_val, trials.dataset_length(self._sizes.init_val))
+        options = replace(self._sizes, init_val=min(self._sizes.init_val, longest), max_val=longest)
+        runner = SizeRunner(
+            trials.module,
+            asked,
+            trials.state,
+            trials.train,
+            lambda session: targets_for(trials.module, session, target),
+            trials.validate if trials.has_validation else None,
+        )
+        return SizeFinder(runner, options).find()
 
     def _say_what_changes(self, trainer: pl.Trainer, before: int, size: int) -> None:
         if size == before:
@@ -240,7 +236,7 @@ def _set_size(trainer: pl.Trainer, module: pl.LightningModule, name: str, size: 
 
 
 class _Trials:
-    """Runs the Trainer's own loops for one batch at a time; on exit restores what they changed in the Trainer."""
+    """Runs the Trainer's own loops for one batch at a time; on exit restores the Trainer and the state of training."""
 
     def __init__(
         self, trainer: pl.Trainer, module: pl.LightningModule, name: str, longest_batch: Callable[[int], Any] | None
@@ -253,6 +249,8 @@ class _Trials:
         self._progress = copy.deepcopy(loop.state_dict())
         self._plain = {k: v for k, v in module.__dict__.items() if isinstance(v, (bool, int, float, str, type(None)))}
         self._size = lightning_getattr(module, name)
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self.state = TrainingState(module, trainer.optimizers, [*schedulers, trainer.precision_plugin])
 
     def __enter__(self) -> None:
         trainer = self._trainer
@@ -261,6 +259,7 @@ class _Trials:
         trainer.limit_val_batches = 0
 
     def __exit__(self, *_: object) -> None:
+        self.state.restore()  # also where no step ran, since making a loader draws random numbers
         for part, attributes in self._attributes:
             part.__dict__.clear()
             part.__dict__.update(attributes)
@@ -274,12 +273,6 @@ class _Trials:
         loop = self._trainer.fit_loop
         loop.load_state_dict(copy.deepcopy(self._progress))
         loop.restarting = False
-
-    def state(self) -> TrainingState:
-        """Return a copy of the training state, to restore after the search."""
-        trainer = self._trainer
-        others = [config.scheduler for config in trainer.lr_scheduler_configs]
-        return TrainingState(self.module, trainer.optimizers, [*others, trainer.precision_plugin])
 
     def dataset_length(self, size: int) -> int:
         """Return the number of training samples per device, a large number if it is unknown."""
