@@ -171,7 +171,7 @@ class HiRemateCallback(Callback):
 
     def _detach(self) -> None:
         if self._targets is not None:
-            self._targets.detach()
+            self._targets.session.close()
             self._targets = None
 
     def _note(self, plan: Plan) -> None:

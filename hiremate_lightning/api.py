@@ -166,11 +166,9 @@ def remove_hiremate(model: Planned) -> Planned:
     Raises:
         ConfigurationError: If it is no module, and was not compiled.
     """
-    targets, session = _planned_by(model, "remove_hiremate")
-    if targets is not None:
-        targets.detach()
-    elif session is not None:
-        compiled.remove(session)
+    session = _session_of(model, "remove_hiremate")
+    if session is not None:
+        session.close()
     return model
 
 
@@ -184,16 +182,15 @@ def get_plan(model: nn.Module | Callable[..., Any]) -> Plan | None:
     Raises:
         ConfigurationError: If it is no module, and was not compiled.
     """
-    _, session = _planned_by(model, "get_plan")
+    session = _session_of(model, "get_plan")
     return None if session is None else session.plan
 
 
-def _planned_by(model: Any, function: str) -> tuple[Targets | None, Session | None]:
-    """Return the targets that plan a model, None if it was compiled, and the session of its plan, None for none."""
+def _session_of(model: Any, function: str) -> Session | None:
+    """Return the session that plans a model, None for none."""
     inside = compiled_by_torch.original(model)
-    if isinstance(inside, nn.Module) and (targets := targets_of(inside)) is not None:
-        return targets, targets.session
-    session = compiled.session_of(inside)
+    targets = targets_of(inside) if isinstance(inside, nn.Module) else None
+    session = compiled.session_of(inside) if targets is None else targets.session
     if session is None and inside is model and not isinstance(model, nn.Module):
         raise ConfigurationError(f"{function} takes the model that hiremate() planned, found {_named(model)}.")
-    return None, session
+    return session

@@ -168,15 +168,9 @@ class Finder:
         finally:
             if os.getpid() == process:
                 seeing.close()
-                self._stop_planning()
-
-    def _stop_planning(self) -> None:
-        """Remove the plans from all models, except from models that another session plans now."""
-        for session in self._sessions():
-            planned = targets_of(session.root)
-            if planned is not None and planned.session is session:
-                session.end_step()
-                planned.detach()
+                for session in self._sessions():
+                    session.end_step()
+                    session.close()
 
     def _sessions(self) -> list[Session]:
         """List the sessions of the models that still exist."""

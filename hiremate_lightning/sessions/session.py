@@ -63,7 +63,7 @@ class Session:
         planned: The plans, by step signature.
         listeners: Called with each plan when it is made, and again when it has been measured.
         steps: The step under way, and the one before it.
-        closing: Functions that `close` calls.
+        closing: What `close` calls last: whoever takes over calls for the session gives them back there.
     """
 
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
@@ -206,12 +206,12 @@ class Session:
         self.steps.fail()
 
     def close(self) -> None:
-        """Drop the step under way; restore checkpointing and compiled code that were replaced."""
-        self.closing.close()
+        """Plan no more: drop the step under way, and restore calls, checkpointing and compiled code."""
         self._checkpointing.put_back()
         self._compiled.close()
         self._without_gradients.drop()
         self.abandon_step()
+        self.closing.close()
 
     # ---------------------------------------------------------------- capture
 

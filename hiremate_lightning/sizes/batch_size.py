@@ -137,7 +137,7 @@ def find_max_batch_size(
 
     with ExitStack() as stack:
         if targets is not None:
-            targets.detach()
+            targets.session.close()
             stack.callback(targets.attach)
         refuse(root)
         state = TrainingState(root, [optimizer] if optimizer is not None else [], stateful)

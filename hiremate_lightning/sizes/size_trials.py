@@ -194,8 +194,7 @@ class SizeRunner:
         session = Session(self.root, options)
         for optimizer in self.state.optimizers:
             session.watch_optimizer(optimizer)
-        targets = self.make_targets(session)
-        targets.attach()
+        self.make_targets(session).attach()
         try:
             trial = TrialSteps(session)
             self.run(size, trial)
@@ -206,7 +205,7 @@ class SizeRunner:
             self.seen[size] = RealStep(trial.step, resident.batch_bytes, validation)
             yield trial
         finally:
-            targets.detach()
+            session.close()
             for parameter in self.root.parameters():
                 parameter.grad = None
             gc.collect()

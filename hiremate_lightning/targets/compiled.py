@@ -98,6 +98,7 @@ def sessions() -> list[tuple[Session, CompiledModel]]:
 def begin(session: Session, model: CompiledModel) -> None:
     """Remember the session of a model."""
     _models[session] = model
+    session.closing.callback(setattr, model, "is_removed", True)  # its captured code runs eager then
     listen_to_optimizers(session)
 
 
@@ -110,9 +111,3 @@ def session_of(code: Any) -> Session | None:
         if is_its and not model.is_removed:
             return session
     return None
-
-
-def remove(session: Session) -> None:
-    """Stop planning all functions and modules of a session; their captured code runs eager."""
-    _models[session].is_removed = True
-    session.close()

@@ -84,9 +84,10 @@ class Targets:
         self._partner: Targets | None = None  # the model that is called in the same step
 
     def attach(self) -> None:
-        """Take over the calls of all candidates; called again for modules that were added since."""
+        """Take over the calls of all candidates until the session closes; again for modules that were added since."""
         if self not in _attached:
             listen_to_optimizers(self.session)
+            self.session.closing.callback(self._leave)
             _attached.add(self)
         self._around = self.candidates.holders()
         for name, module in (self.candidates.by_path() | self._around).items():
@@ -94,10 +95,9 @@ class Targets:
             if name not in self._passed_by and not is_inside and hooks.get_call(module) is None:
                 hooks.set_call(module, slot_for(self, name, module))
 
-    def detach(self) -> None:
+    def _leave(self) -> None:
         """Leave every module as it was."""
         _attached.discard(self)
-        self.session.close()
         self._waiting.clear()
         self.adopted.clear()  # calls may be taken over again: see `attach`
         self._compiler.close()
@@ -179,7 +179,7 @@ class Targets:
         session = Session(root, options)
         for before in apart:
             session.inherit(before.session)
-            before.detach()
+            before.session.close()
         joined = Targets(root, session)
         joined.number = apart[0].number
         joined.attach()
@@ -460,7 +460,7 @@ def give_way(root: nn.Module) -> None:
     modules = set(root.modules())
     for planned in list(_attached):
         if planned.gives_way is not None and not modules.isdisjoint(planned.root.modules()):
-            planned.detach()
+            planned.session.close()
             planned.gives_way()
 
 

@@ -43,13 +43,9 @@ class TrainingStepTarget:
         """Take over the training step, until the session closes."""
         if not plans_step_of(self.root):
             listen_to_optimizers(self.session)
+            self.session.closing.callback(self._compiler.close)
             slot = TrainingStepSlot(self._call, self._eager)
             self.session.closing.enter_context(replaced_entries(self.root.__dict__, {self.METHOD: slot}))
-
-    def detach(self) -> None:
-        """Leave the module as it was."""
-        self.session.close()
-        self._compiler.close()
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or self.session.leaves_out(self.METHOD, (args, kwargs)):

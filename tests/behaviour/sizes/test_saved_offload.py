@@ -213,7 +213,7 @@ def test_a_whole_training_step_offloads_what_it_saves():
             losses.append(model.training_step(of_step(step)))
             losses[-1].backward()
             ran.append(way_of(session) if is_planned else "eager")
-        target.detach()
+        session.close()
     half = len(LENGTHS)
     assert (ran[half + 2], ran[half + 3]) == ("offloaded", "plain")
     assert all(map(torch.equal, losses[:half], losses[half:]))
