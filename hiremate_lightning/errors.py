@@ -58,8 +58,8 @@ def place_of(error: BaseException) -> str:
     """
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     *library, pure, plat = (f"{Path(sysconfig.get_path(name))}/" for name in names)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    frames = [frame for frame in frames if not frame.filename.startswith(f"{Path(__file__).parent}/")]
+    hidden = ("<", f"{Path(__file__).parent}/")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(hidden)]
     installed = [f for f in frames if f.filename.startswith((pure, plat))]
     own = [f for f in frames if f not in installed and not f.filename.startswith(tuple(library))]
     others = [f for f in installed if not f.filename.startswith((f"{pure}torch/", f"{plat}torch/"))]

@@ -7,7 +7,7 @@ import gc
 import torch
 from torch import nn
 
-from ..api import FABRIC_WRAPPER, inside_wrappers
+from ..api import inside_wrappers
 from ..calls.refused import refuse
 from ..calls.replaced import take_compiled
 from ..errors import ConfigurationError
@@ -100,5 +100,4 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def name_of(module: nn.Module) -> str:
     """Return the class of a module inside of its wrappers, by which messages name it."""
-    wrapped = unwrapped(module)
-    return type(wrapped).__name__.removeprefix("FSDP") if type(wrapped).__name__ != FABRIC_WRAPPER else "Module"
+    return type(unwrapped(module)).__name__.removeprefix("FSDP")

@@ -64,11 +64,6 @@ class Trained:
         if largest is None or plan.graph is largest.graph or plan.unplanned_peak_bytes >= largest.unplanned_peak_bytes:
             self.plan = plan
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether the plan has run and its peak was measured."""
-        return self.plan is not None and self.plan.measured.peak_bytes is not None
-
 
 class Unplanned(str, Enum):
     """Why nothing was planned, the most informative reason first; {} is the name of a model, or of an exception."""
@@ -295,8 +290,9 @@ class Finder:
             return
         for session in self._sessions():
             session.end_step()
-        all_measured = bool(self.trained) and all(trained.is_measured for trained in self.trained)
-        if all_measured or self.seen.updates >= MOST_DRY_STEPS:
+        plans = [trained.plan for trained in self.trained]
+        all_measured = all(plan is not None and plan.measured.peak_bytes is not None for plan in plans)
+        if (plans and all_measured) or self.seen.updates >= MOST_DRY_STEPS:
             self.seen.is_stopped = True
             raise SystemExit(0)  # ends the script
 

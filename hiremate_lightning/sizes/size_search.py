@@ -113,10 +113,6 @@ class Forecast:
         """Return the peak of validation at a size, resident bytes included; 0 without validation."""
         return 0 if self.validation is None else math.ceil(self.validation.measured(size))
 
-    def largest_unplanned(self, high: int) -> int:
-        """Return the largest size up to `high` that fits without a plan; 0 for none."""
-        return bisect_right(range(1, high + 1), self.limit_bytes, key=self.unplanned_bytes)
-
     def largest_feasible(self, high: int) -> int:
         """Return the largest size up to `high` at which the least memory and validation fit; 0 for none.
 
@@ -208,7 +204,7 @@ class FoundSize:
 def search(forecast: Forecast, high: int, max_overhead: float, objective: str, max_plans: int) -> FoundSize:
     """Find the best size up to `high` with at most `max_plans` plans, and why no larger one is accepted."""
     feasible = forecast.largest_feasible(high)
-    unplanned = forecast.largest_unplanned(feasible) if feasible else 0
+    unplanned = bisect_right(range(1, feasible + 1), forecast.limit_bytes, key=forecast.unplanned_bytes)
     size, refused = max(1, unplanned), high + 1
     if size > 1 and not forecast.accepts(size, max_overhead):  # a plan may need more than eager PyTorch
         size, refused = 1, size
