@@ -212,7 +212,7 @@ def search(forecast: Forecast, high: int, max_overhead: float, objective: str, m
         return FoundSize(0, Limit.MEMORY, 0)
     while not _is_settled(size, refused, high) and len(forecast.trials) < max_plans:
         if refused <= high:
-            tried = _between(forecast, size, refused, max_overhead)
+            tried = (size + refused) // 2
         elif size < feasible:
             tried = feasible
         else:  # the exact least memory may be below that of the heuristic
@@ -226,14 +226,6 @@ def search(forecast: Forecast, high: int, max_overhead: float, objective: str, m
         return FoundSize(size, limit, unplanned)
     fastest = _fastest(forecast, max(1, unplanned), size, max_overhead)
     return FoundSize(fastest, limit if fastest == size else Limit.THROUGHPUT, unplanned)
-
-
-def _between(forecast: Forecast, size: int, refused: int, max_overhead: float) -> int:
-    """Return the size at which the line between two overheads meets the limit; in every second trial the middle."""
-    share, at_size, at_refused = 0.5, forecast.trial(size).overhead or 0.0, forecast.trial(refused).overhead
-    if at_refused is not None and at_refused > max_overhead and len(forecast.trials) % 2:
-        share = (max_overhead - at_size) / (at_refused - at_size)
-    return min(max(size + round(share * (refused - size)), size + 1), refused - 1)
 
 
 def _is_settled(size: int, refused: int, high: int) -> bool:
