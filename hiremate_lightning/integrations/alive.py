@@ -24,17 +24,15 @@ class Alive:
     def __init__(self) -> None:
         gc.collect()  # free unused modules and optimizers, so that they are not counted
         existing = gc.get_objects()
-        self._modules = [o for o in existing if issubclass(type(o), nn.Module)]
+        modules = [o for o in existing if issubclass(type(o), nn.Module) and "_modules" in o.__dict__]
+        inner_ids = {id(inner) for outer in modules for inner in outer.__dict__["_modules"].values()}
+        self._tops = [top for top in modules if id(top) not in inner_ids]  # the modules that no other one contains
         optimizers = [o for o in existing if issubclass(type(o), torch.optim.Optimizer) and hasattr(o, "param_groups")]
         self.optimizers = [
             o for o in optimizers if not isinstance(getattr(o, "optimizer", None), torch.optim.Optimizer)
         ]
         groups = (group for o in self.optimizers for group in o.param_groups)
         self._parameter_ids = {id(p) for group in groups for p in group["params"]}
-        self._parents = dict[int, list[nn.Module]]()
-        for outer in self._modules:
-            for inner in outer.__dict__.get("_modules", {}).values():
-                self._parents.setdefault(id(inner), []).append(outer)
 
     def knows(self, module: nn.Module) -> bool:
         """Whether any of a module's parameters is in an optimizer."""
@@ -47,20 +45,13 @@ class Alive:
 
     def model_around(self, module: nn.Module) -> nn.Module:
         """Return the outermost module that contains one, without wrappers; of several, that with most parameters."""
-        tops, waiting, seen = list[nn.Module](), [module], {id(module)}
-        while waiting:
-            inner = waiting.pop()
-            around = self._parents.get(id(inner), [])
-            if not around:
-                tops.append(inner)
-            waiting += [outer for outer in around if id(outer) not in seen]
-            seen.update(map(id, around))
+        tops = [top for top in self._tops if any(inner is module for inner in top.modules())]
         best = max(tops or [module], key=lambda top: sum(id(p) in self._parameter_ids for p in top.parameters()))
         return unwrapped(best)
 
     def others_trained(self, root: nn.Module) -> list[nn.Module]:
         """List the other models that optimizers train and that can be planned, but are not planned yet."""
-        tops = [top for top in self._modules if id(top) not in self._parents and has_weights(top) and self.knows(top)]
+        tops = [top for top in self._tops if has_weights(top) and self.knows(top)]
         ids = {id(module) for module in root.modules()}
         inner_tops = {id(top): top for top in map(unwrapped, tops)}
         others = [top for top in inner_tops.values() if ids.isdisjoint(map(id, top.modules()))]
@@ -88,14 +79,11 @@ def may_be_planned(model: nn.Module) -> bool:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module inside of all wrappers that a script puts around it for training."""
-    while True:
-        inner: nn.Module = inside_wrappers(module)
-        if isinstance(inner, nn.DataParallel) and len(inner.device_ids or ()) < 2:
-            inner = inner.module
-        inner = compiled_by_torch.original(inner)
-        if inner is module:
-            return module
-        module = inner
+    inner = inside_wrappers(module)
+    if isinstance(inner, nn.DataParallel) and len(inner.device_ids or ()) < 2:
+        inner = inner.module
+    inner = compiled_by_torch.original(inner)
+    return module if inner is module else unwrapped(inner)
 
 
 def name_of(module: nn.Module) -> str:

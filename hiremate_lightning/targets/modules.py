@@ -65,10 +65,10 @@ class Targets:
         self.adopted: dict[str, nn.Module] = {}
         self.candidates = Candidates(root, target)
         self._compiler = Compiler(session)
-        self._captured: set[str] = set()  # paths of modules of which something was captured
+        # Paths of modules of which something was captured, with the number of calls since of which nothing was.
+        self._uncaptured: dict[str, int] = {}
         self._passed_by: set[str] = set()  # paths of modules whose parts are planned in their place
         self._hooked: dict[str, frozenset[str]] = {}  # the kinds of hooks inside of these modules at that time
-        self._uncaptured = 0  # consecutive calls of which nothing was captured, of modules captured before
         self.is_inside = False
         self._is_eager = False  # whether all calls run eager
         self.gives_way: Callable[[], None] | None = None
@@ -238,13 +238,12 @@ class Targets:
         with planned_call(self.session, called.name, module), self._in_place(module):
             result = called.run()
         if self.session.runs != before:
-            self._captured.add(path)
-            self._uncaptured = 0
+            self._uncaptured[path] = 0
             self._plan_what_given_up_code_calls(module)
             self._plan_what_new_forwards_call(called)
-        elif path in self._captured and requires_gradient(result):
-            self._uncaptured += 1
-            is_due = self._uncaptured.bit_count() == 1  # after 1, 2, 4, 8 such calls: the cause may be gone
+        elif path in self._uncaptured and requires_gradient(result):
+            self._uncaptured[path] += 1
+            is_due = self._uncaptured[path].bit_count() == 1  # after 1, 2, 4, 8 such calls: the cause may be gone
             if is_due and not classes_with_code(result):
                 self._compiler.forget(module)
             check_captured(self.session, called.name, result)
