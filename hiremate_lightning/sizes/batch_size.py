@@ -290,7 +290,9 @@ class SizeFinder:
 
     def _forecast(self) -> Forecast | None:
         """Fit the step to the samples with the same graph as the latest one; None if there is only one sample."""
-        seen = self._runner.alike()
+        measured = self._runner.seen
+        latest = list(measured.values())[-1].step.graph
+        seen = {size: real for size, real in sorted(measured.items()) if real.step.graph.difference(latest) is None}
         if self._agree(len(seen)) < 2:
             return None
         validation = [real.validation_bytes for real in seen.values()]

@@ -173,11 +173,6 @@ class SizeRunner:
         resident = ResidentMemory(self.root).count(())
         return resolve(Budget(), resident.size_bytes, 0, free_bytes(self.device))
 
-    def alike(self) -> dict[int, RealStep]:
-        """Return the measured steps with the same graph as the latest one, by ascending size."""
-        latest = list(self.seen.values())[-1].step.graph
-        return {n: real for n, real in sorted(self.seen.items()) if real.step.graph.difference(latest) is None}
-
     @contextmanager
     def trial(self, size: int, budget_bytes: int, on_infeasible: str, max_plans: int) -> Iterator[TrialSteps]:
         """Plan the module's calls by a new session while the context lasts; with `max_plans=0`, only record steps.
@@ -222,8 +217,7 @@ class SizeRunner:
             began_ms[optimizer] = self._now_ms()
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if optimizer in began_ms:
-                self.optimizer_ms += self._now_ms() - began_ms.pop(optimizer)
+            self.optimizer_ms += self._now_ms() - began_ms[optimizer]
 
         with ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(before).remove)
