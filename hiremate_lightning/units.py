@@ -46,6 +46,11 @@ class Budget:
         """Whether the budget is "auto"."""
         return self.size_bytes is None and self.share is None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the budget is 100% of the bytes that the eager step adds."""
+        return self.share == 1
+
     def __str__(self) -> str:
         """Write the budget as a user would."""
         if self.size_bytes is not None:

@@ -68,7 +68,7 @@ def hiremate(
     alive = [(session, model) for session, model in equal if not model.is_removed and not model.is_gone]
     session, model = next(iter(removed + alive), None) or _begin(checked, key, module)
     model.add_callables(callers)
-    return module.forward if model.is_removed else _Graph(session, model, module, inputs).run
+    return module.forward if model.is_removed else _runner(session, model, module, inputs)
 
 
 def _check_names(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,28 +101,27 @@ def _begin(options: dict[str, Any], key: Key, module: fx.GraphModule) -> tuple[S
     return session, model
 
 
-class _Graph:
-    """One graph that Dynamo captured, run as part of a session's steps."""
+def _runner(
+    session: Session, model: CompiledModel, module: fx.GraphModule, inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """Capture a graph of Dynamo; return the function that runs it, as part of a training step if it has gradients."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    buffers = [position for position, node in enumerate(placeholders) if "_buffers_" in node.name]
+    before = session.captured_count
+    with session.reporter.stage("tracing"):
+        run_captured = session.backend(makes_sizes=False)(module, inputs)
+    is_traced_later = has_gradients(inputs) and any(isinstance(value, torch.SymInt) for value in inputs)
+    trains = is_traced_later or session.captured_count > before
 
-    def __init__(self, session: Session, model: CompiledModel, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        self._session, self._model, self._eager = session, model, module.forward
-        self._name = type(model).__name__
-        placeholders = module.graph.find_nodes(op="placeholder")
-        self._buffers = [position for position, node in enumerate(placeholders) if "_buffers_" in node.name]
-        before = session.captured_count
-        with session.reporter.stage("tracing"):
-            self._run = session.backend(makes_sizes=False)(module, inputs)
-        is_traced_later = has_gradients(inputs) and any(isinstance(value, torch.SymInt) for value in inputs)
-        self._trains = is_traced_later or session.captured_count > before
-
-    def run(self, *arguments: Any) -> Any:
-        """Run the graph, as part of a training step if it has gradients."""
-        if self._model.is_removed:
-            return self._eager(*arguments)
-        if not self._trains or any(map(is_fake, arguments)):  # fake tensors: DDPOptimizer asks for shapes
-            return self._run(*arguments)
+    def run(*arguments: Any) -> Any:
+        if model.is_removed:
+            return module.forward(*arguments)
+        if not trains or any(map(is_fake, arguments)):  # fake tensors: DDPOptimizer asks for shapes
+            return run_captured(*arguments)
         tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
-        self._model.see(tensors, [arguments[i] for i in self._buffers])
-        self._session.begin_graph(arguments)
-        with self._session.calling(self._name):
-            return self._run(*arguments)
+        model.see(tensors, [arguments[i] for i in buffers])
+        session.begin_graph(arguments)
+        with session.calling(type(model).__name__):
+            return run_captured(*arguments)
+
+    return run

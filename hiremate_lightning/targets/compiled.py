@@ -18,7 +18,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..calls.slots import WITH_COMPILE
 from ..errors import ConfigurationError
 from ..sessions.session import Session
-from ..torch_private import compiled_by_torch
 from .modules import planned_module_with
 from .overseeing import listen_to_optimizers
 
@@ -103,8 +102,7 @@ def begin(session: Session, model: CompiledModel) -> None:
 
 
 def session_of(code: Any) -> Session | None:
-    """Return the session of a compiled function or module, or of a module with any of its parameters; None for none."""
-    code = compiled_by_torch.original(code)
+    """Return the session of what was compiled, or of a module with any of its parameters; None for none."""
     parameter_ids = {id(p) for p in code.parameters()} if isinstance(code, nn.Module) else set()
     for session, model in sessions():
         is_its = model.has_any([code]) or any(id(p) in parameter_ids for p in model.parameters())

@@ -302,10 +302,8 @@ class Targets:
 
         Else each new forward would be captured again. It then runs uncaptured around the planned parts.
         """
-        if self._compiler.replaced[called.module] < REPLACED:
-            return
-        parts = parts_with_weights(called.path, called.module)
-        if parts:
+        is_replaced = self._compiler.replaced[called.module] >= REPLACED
+        if is_replaced and (parts := parts_with_weights(called.path, called.module)):
             self.session.warn(
                 f"{called.name} gets another forward again and again, which is captured anew each time; from the next "
                 "step on its parts are planned."
