@@ -45,7 +45,7 @@ _FLOP_FORMULAS = {
     ],
 }
 _SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)  # selective checkpointing saves these outputs
-_ROOT = re.compile(r"^L\[['\"].*?['\"]\]\.?")
+_ROOT = re.compile(r"^L\[['\"].*?['\"]\](?:\.__self__)?\.?")  # a module, or the one whose method is called
 _SUBSCRIPT = re.compile(r"(?:\._modules)?\[['\"](.*?)['\"]\]")
 _SOURCE = re.compile(r'File "([^"]+)", line (\d+)')
 
