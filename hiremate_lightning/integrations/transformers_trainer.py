@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..api import get_plan, remove_hiremate, take_over
+from ..api import remove_hiremate, take_over
 from ..planning.plan import Plan
 from ..planning.planner import make_options
 from ..targets.candidates import Target
@@ -55,16 +55,13 @@ class HiRemateTrainerCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the step or accumulation step, so that logging, evaluation and saving after it are not measured."""
-        model = kwargs["model"]
-        planned = targets_of(model)
+        planned = targets_of(kwargs["model"])
         if planned is not None:
             planned.session.end_step()
-            self.plan = get_plan(model) or self.plan
+            self.plan = planned.session.plan or self.plan
 
     on_substep_end = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop planning the model: its calls run eager again."""
-        model = kwargs["model"]
-        self.plan = get_plan(model) or self.plan
-        remove_hiremate(model)
+        remove_hiremate(kwargs["model"])
