@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import mmap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median, median_low
@@ -197,36 +197,29 @@ def _used_results(node: fx.Node) -> Sequence[Any]:
     return [part.args[1] for part in values_of(node) if is_part(part)]
 
 
-def _cost(
-    run: Callable[[], Any],
-    device: torch.device,
-    used: Sequence[Any],
-    clock: Callable[[], float] = time.perf_counter,
-) -> Cost:
+def _cost(run: Callable[[], Any], device: torch.device, used: Sequence[Any]) -> Cost:
     """Measure the workspace of an operation, then its time; on a CPU the first run measures both."""
-    workspace, elapsed_ms = _workspace_bytes(run, device, used, clock)
+    workspace, elapsed_ms = _workspace_bytes(run, device, used)
     times = [elapsed_ms] if device.type == "cpu" else []
     repeats = REPEATS if thresholds.current.measures_times else 1
     while len(times) < repeats and (len(times) < 2 or sum(times) < TIME_LIMIT_MS):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             runtime.keep_busy()  # otherwise the device waits for the launch, and the wait counts
-        start = _now(device, clock)
+        start = _now(device)
         run()
-        times.append(_ms_between(start, _now(device, clock)))
+        times.append(_ms_between(start, _now(device)))
     return Cost(min(times), workspace)
 
 
-def _workspace_bytes(
-    run: Callable[[], Any], device: torch.device, used: Sequence[Any], clock: Callable[[], float] = time.perf_counter
-) -> tuple[int, float]:
+def _workspace_bytes(run: Callable[[], Any], device: torch.device, used: Sequence[Any]) -> tuple[int, float]:
     """Return the bytes that an operation takes beyond its used results, and its milliseconds."""
     if device.type != "cpu":  # in its first run, a kernel's library may take memory that it keeps
         run()
     with MemoryMeter(device) as meter:
-        start = clock()
+        start = time.perf_counter()
         result = run()
-        elapsed_ms = 1e3 * (clock() - start)
+        elapsed_ms = 1e3 * (time.perf_counter() - start)
     peak_bytes = max((interval.peak_bytes for interval in meter.intervals), default=0)
     results = tensor_state.tensors_among([result[position] for position in used] or result)
     on_device = (t for t in results if t.device == device)
@@ -267,10 +260,10 @@ def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[in
 # ---------------------------------------------------------------- clocks
 
 
-def _now(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Any:
+def _now(device: torch.device) -> Any:
     """Read the clock; on a GPU return an event that is recorded in the current stream."""
     if device.type != "cuda":
-        return clock()
+        return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
@@ -310,7 +303,9 @@ class TimedRun:
     def _run(self, module: fx.GraphModule, arguments: list[Any], is_backward: bool) -> Any:
         interpreter = _TimedInterpreter(module, self._device)
         result = interpreter.boxed_run(arguments)
-        for node, elapsed_ms, without_faults_ms in interpreter.times():
+        for node, before, after, faults in interpreter.clocks:
+            elapsed_ms = _ms_between(before, after)
+            without_faults_ms = max(0.0, elapsed_ms - faults * page_fault_ms()) if faults else elapsed_ms
             self.total_ms += elapsed_ms
             is_again = is_backward and node.meta.get("direction") is Direction.FORWARD
             if is_again or is_copying(node.target):
@@ -353,23 +348,18 @@ class _TimedInterpreter(fx.Interpreter):
             if not node.users and node.op == "call_function":  # generated code frees these too
                 self.user_to_last_uses.setdefault(node, []).append(node)
         self._device, self._on_gpu = device, device.type == "cuda"
-        self._clocks: list[tuple[fx.Node, Any, Any, int]] = []
+        # The nodes that have run, each with the times before and after it, and the page faults between them.
+        self.clocks: list[tuple[fx.Node, Any, Any, int]] = []
 
     def run_node(self, node: fx.Node) -> Any:
-        if self._on_gpu and len(self._clocks) % NODES_AHEAD == 0:
+        if self._on_gpu and len(self.clocks) % NODES_AHEAD == 0:
             with torch.cuda.device(self._device):  # otherwise the device waits for the host, and the wait counts
                 runtime.keep_busy(NODES_AHEAD * HOST_MS)
         faults_before, before = page_faults(), _now(self._device)
         result = super().run_node(node)
         after, faults = _now(self._device), 0 if self._on_gpu else page_faults() - faults_before
-        self._clocks.append((node, before, after, faults))
+        self.clocks.append((node, before, after, faults))
         return result
-
-    def times(self) -> Iterator[tuple[fx.Node, float, float]]:
-        """Yield each node's milliseconds, with page faults and without them."""
-        for node, before, after, faults in self._clocks:
-            elapsed_ms = _ms_between(before, after)
-            yield node, elapsed_ms, max(0.0, elapsed_ms - faults * page_fault_ms()) if faults else elapsed_ms
 
 
 # ---------------------------------------------------------------- page faults
