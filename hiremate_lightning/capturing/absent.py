@@ -108,7 +108,6 @@ def without_missing(captured: Captured, missing: frozenset[int], profile: Profil
 def _gone(captured: Captured, absence: Absence) -> set[int]:
     """List the backward nodes that are absent, and those whose results no remaining node reads."""
     graph = captured.graph
-    tensor_of = {value: index for index, value in enumerate(captured.fx_values)}
     read = {t for t in graph.gradients if captured.fx_values[t] not in absence.values}
     gone = set()
     for index in reversed(graph.backward):
@@ -117,7 +116,7 @@ def _gone(captured: Captured, absence: Absence) -> set[int]:
         if value in absence.values or not is_read:
             gone.add(index)
         elif value in absence.replaced:
-            read.add(tensor_of[absence.replaced[value]])
+            read.add(captured.tensor_of[absence.replaced[value]])
         else:
             read.update(node.inputs)
     return gone
@@ -143,8 +142,7 @@ def _overwritten(captured: Captured, absence: Absence) -> tuple[Graph, dict[fx.N
     A present term is never overwritten, since its strides and its other readers are unknown before it exists. Reshaped
     values are not overwritten either: the copy in the trace may be a view if the term has other strides.
     """
-    graph = captured.allocating
-    tensor_of = {value: index for index, value in enumerate(captured.fx_values)}
+    graph, tensor_of = captured.allocating, captured.tensor_of
     merged: dict[int, int] = {}
     for total, term in absence.replaced.items():
         kept, dropped = graph.tensors[tensor_of[term]].storage, graph.tensors[tensor_of[total]].storage

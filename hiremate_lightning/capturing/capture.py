@@ -113,6 +113,11 @@ class Captured:
         return replace(self, graph=graph, allocating=allocating)
 
     @functools.cached_property
+    def tensor_of(self) -> dict[fx.Node, int]:
+        """The tensor of the graph for each FX node that has its value."""
+        return {value: tensor for tensor, value in enumerate(self.fx_values)}
+
+    @functools.cached_property
     def trained(self) -> tuple[int, ...]:
         """Positions of the inputs with gradients."""
         pairs = zip(self.placeholders, self.backward_outputs, strict=False)

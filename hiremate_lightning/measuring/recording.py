@@ -183,7 +183,7 @@ class StepMeasurement:
     def forward_done(self, run: Run, outputs: Sequence[Any]) -> None:
         """Record the end of a forward, and watch its outputs."""
         captured = run.runtime.captured
-        tensor_of = {captured.fx_values[t]: t for t in captured.graph.outputs}
+        tensor_of = captured.tensor_of
         for node, value in zip(captured.forward_outputs, outputs, strict=True):
             if node in tensor_of and tensor_state.is_dense(value):
                 run.outputs[tensor_of[node]] = (tensor_state.watch_storage(value), tensor_state.storage_id(value))
@@ -324,12 +324,11 @@ class StepMeasurement:
 def _passed_on(runtime: GraphRuntime, arguments: Sequence[Any], lent: Collection[int]) -> tuple[int, ...]:
     """List the gradients that don't stay in an input's `.grad`: other code computed the input, or FSDP2 has lent it."""
     captured = runtime.captured
-    tensor_of = {captured.fx_values[t]: t for t in captured.graph.gradients}
     pairs = zip(arguments, captured.backward_outputs, strict=False)
     gradients = (
-        tensor_of[g]
+        captured.tensor_of[g]
         for a, g in pairs
-        if g in tensor_of and isinstance(a, torch.Tensor) and (not a.is_leaf or id(a) in lent)
+        if g in captured.tensor_of and isinstance(a, torch.Tensor) and (not a.is_leaf or id(a) in lent)
     )
     return tuple(dict.fromkeys(gradients))
 

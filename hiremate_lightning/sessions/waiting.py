@@ -73,8 +73,7 @@ class _Waiting:
         return {is_added: self._backward_bytes(is_added) for is_added in (False, True)}
 
     def _backward_bytes(self, is_added: bool) -> int:
-        graph, outputs = self.captured.graph, self.captured.backward_outputs
-        values = {node: t for t, node in enumerate(self.captured.fx_values)}
+        graph, outputs, values = self.captured.graph, self.captured.backward_outputs, self.captured.tensor_of
         weights = {s for s, storage in enumerate(graph.storages) if storage.kind is StorageKind.PARAMETER}
         are_weights = [graph.tensors[t].storage in weights for t in graph.inputs]
         trained = [p for p in self.captured.trained if is_added and are_weights[p] and outputs[p] in values]
