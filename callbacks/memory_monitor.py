@@ -93,7 +93,7 @@ class MemoryMonitor(Callback):
             self._warn_once("Another profiler is running: MemoryMonitor can't measure meanwhile.")
             return
         for optimizer in trainer.optimizers:
-            self._memory.watch(optimizer)
+            self._memory.optimizers.add(optimizer)
         self._memory.batch = tensors_among(batch)
         self._base_bytes = self._memory.count(()).size_bytes
         self._memory.batch = []

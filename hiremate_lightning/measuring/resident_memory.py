@@ -47,7 +47,7 @@ class ResidentMemory:
         self.batch: list[torch.Tensor] = []  # the batch of the running step, if the caller has named it
         self.optimizer_steps = 0  # number of optimizer steps that have used gradients of the model
         self.growths = 0  # number of counts with more optimizer state, or more gradients, than any count before
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # their state is counted
         self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         # By optimizer: its number of parameter groups at the last look, and whether it has parameters of the model.
         self._updating: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
@@ -89,10 +89,6 @@ class ResidentMemory:
         """Return the existing gradients by parameter."""
         return {p: p.grad for p in self._parameters() if p.is_leaf and p.grad is not None}
 
-    def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count an optimizer's state."""
-        self._optimizers.add(optimizer)
-
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Record the step of an optimizer; return whether it used gradients of the model."""
         count, updates_model = self._updating.get(optimizer, (-1, False))
@@ -102,16 +98,11 @@ class ResidentMemory:
             self._updating[optimizer] = len(optimizer.param_groups), updates_model
         if not updates_model:
             return False
-        self.watch(optimizer)
+        self.optimizers.add(optimizer)
         self._have_stepped.add(optimizer)
         self.optimizer_steps += 1
         self._stepped = True
         return True
-
-    @property
-    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """The optimizers whose state is counted."""
-        return tuple(self._optimizers)
 
     @property
     def all_stepped(self) -> bool:
@@ -134,13 +125,12 @@ class ResidentMemory:
 
     def _held(self) -> tuple[int, int]:
         """Return the number of parameters with optimizer state, and of sample parameters with gradients."""
-        states = sum(len(optimizer.state) for optimizer in self._optimizers)
+        states = sum(len(optimizer.state) for optimizer in self.optimizers)
         return states, sum(p.grad is not None for p in self._samples())
 
     def retained_bytes(self) -> int:
         """Return the bytes that are retained for another backward, parameters included."""
-        retained = self._find_retained()
-        return self._bytes_of(held_by(retained)) if retained else 0
+        return self._bytes_of(held_by(self._find_retained()))
 
     def step_begins(self, arguments: Sequence[torch.Tensor]) -> None:
         """Begin a step with these arguments."""
@@ -268,7 +258,7 @@ class ResidentMemory:
             "gradients": gradients,
             "optimizer state": [
                 tensor
-                for optimizer in self._optimizers
+                for optimizer in self.optimizers
                 for tensor in tensor_state.tensors_among(list(optimizer.state.values()))
             ],
             "batch": [*self.batch, *arguments],

@@ -143,7 +143,7 @@ class Session:
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer's state as resident."""
-        self.model.memory.watch(optimizer)
+        self.model.memory.optimizers.add(optimizer)
 
     def inherit(self, before: Session) -> None:
         """Continue a session that plans no more: with its optimizers, listeners, reports and replaced compiled code."""

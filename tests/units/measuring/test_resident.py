@@ -80,7 +80,7 @@ def test_the_device_is_that_of_a_model_that_has_moved():
 def test_growth_is_seen_until_it_is_counted():
     model = nn.Linear(4, 4)
     optimizer, memory = torch.optim.Adam(model.parameters()), ResidentMemory(model)
-    memory.watch(optimizer)
+    memory.optimizers.add(optimizer)
     memory.count_before_step([])
     assert not memory.has_grown()
     model(torch.ones(1, 4)).sum().backward()
