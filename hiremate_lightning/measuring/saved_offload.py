@@ -9,9 +9,8 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -70,33 +69,27 @@ class _File:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         with tempfile.TemporaryFile() as file:
-            # Disk space is reserved now: on a full disk, a later write to the file's memory would end the process.
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size_bytes)
-            else:
-                for _ in range(-(-size_bytes // LEAST_FILE)):
-                    file.write(bytes(LEAST_FILE))
-                file.flush()
+            # Disk space is taken now: on a full disk, a later write to the file's memory would end the process.
+            for _ in range(-(-size_bytes // LEAST_FILE)):
+                file.write(bytes(LEAST_FILE))
+            file.flush()
             self._memory = mmap.mmap(file.fileno(), size_bytes)
         self._end = 0  # end of the last value
         self._live = list[Callable[[], bool]]()  # for each value, whether it lives
 
     @property
-    def _is_free(self) -> bool:
-        return not any(lives() for lives in self._live)
-
-    @property
     def free_bytes(self) -> int:
         """Bytes behind the last value; all bytes if no value lives."""
-        return self.size_bytes - (0 if self._is_free else self._end)
+        return self.size_bytes - (self._end if any(lives() for lives in self._live) else 0)
 
     def take(self, size_bytes: int) -> torch.Tensor:
         """Return memory for a value that fits, behind the last value or, if none lives, at the beginning."""
-        if self._is_free:
-            self._end, self._live = 0, []
-        value = torch.frombuffer(self._memory, dtype=torch.uint8, count=size_bytes, offset=self._end)
+        start = self.size_bytes - self.free_bytes
+        if not start:
+            self._live.clear()
+        value = torch.frombuffer(self._memory, dtype=torch.uint8, count=size_bytes, offset=start)
         self._live.append(tensor_state.watch_storage(value))
-        self._end += -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._end = start + -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         return value
 
 
@@ -170,16 +163,6 @@ def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
         name = f"a tensor of shape {tuple(tensor.shape)}"
         raise RuntimeError(CHANGED.format(name=name, found=now, expected=version))
     return tensor
-
-
-def offloading_saved(function: Callable[..., Any], constants: Sequence[torch.Tensor] = ()) -> Callable[..., Any]:
-    """Wrap a function so that tensors which autograd saves in it are offloaded, except its arguments and constants."""
-
-    def run(*arguments: Any) -> Any:
-        with SavedOffload(tensor_state.storages_among((*arguments, *constants))):
-            return function(*arguments)
-
-    return run
 
 
 def in_file(value: torch.Tensor, files: Files) -> torch.Tensor:

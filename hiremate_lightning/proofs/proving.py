@@ -21,11 +21,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import HiRemateError
 from ..housekeeping import Once, collecting_what_it_leaves, log
 from ..measuring.operators import has_unsteady
-from ..measuring.saved_offload import Files, offloading_saved
+from ..measuring.saved_offload import Files, SavedOffload
 from ..memory.metering import unmeasured
 from ..options import SessionOptions
 from ..records.expressions import SizesDifferError, WrongAtSizesError
@@ -321,10 +322,11 @@ def _run_written(
     if fits or captured_code.takes_gradients(written):  # code that takes gradients itself needs its saved tensors
         offloaded = replace(trial, with_gradients=proof.runtime is not None)
         try:
-            return offloaded, offloaded.run(offloading_saved(written, trial.constants))
+            stay = tensor_state.storages_among((*trial.arguments, *trial.constants))
+            return offloaded, offloaded.run(written, SavedOffload(stay))
         except Exception as error:  # whatever the user's code may raise, or no room for files
             proof.why_unproved = f"it fails when it runs in little memory: {error}"
-    return trial, trial.run(written, keeps_nothing=True)
+    return trial, trial.run(written, saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))
 
 
 def _device_of(proof: Proof, arguments: Sequence[Any]) -> torch.device:

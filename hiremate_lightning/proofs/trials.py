@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..capturing.capture import Captured
 from ..measuring.saved_offload import Files, in_file
@@ -66,11 +67,11 @@ class Trial:
     fill: int = 255  # the byte with which uninitialised memory is filled
     unused: Unused = lambda outputs: frozenset()  # returns the positions of the outputs that get no gradients
 
-    def run(self, function: Callable[..., Any], keeps_nothing: bool = False) -> TrialOutcome:
+    def run(self, function: Callable[..., Any], saving: saved_tensors_hooks | None = None) -> TrialOutcome:
         """Run code on the inputs, and restore them and the random generators.
 
-        The tensors that the code gets are no parameters: neither hooks nor `.grad` nor optimizers see them. With
-        `keeps_nothing`, autograd is on, so that operators are those of training, but its saved tensors are dropped.
+        The tensors that the code gets are no parameters: neither hooks nor `.grad` nor optimizers see them. Autograd is
+        on, so that operators are those of training; `saving` offloads the tensors that it saves, or drops them.
         """
         leaves = {
             i: tensor_state.apart(a).requires_grad_(a.requires_grad)
@@ -92,9 +93,7 @@ class Trial:
                 stack.callback(autocasting.forget_casts, kind)  # cached casts of inputs would live on
             stack.enter_context(autocasting.as_found_on_error())
             stack.callback(watching.restore)
-            dropping = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
-            keeping = dropping if keeps_nothing else nullcontext()
-            with watching, torch.enable_grad(), hooks.no_saved_tensor_hooks(), keeping:
+            with watching, torch.enable_grad(), hooks.no_saved_tensor_hooks(), saving or nullcontext():
                 results = function(*inputs)
                 outputs = list(results) if isinstance(results, (tuple, list)) else [results]
                 unused = self.unused(outputs) if self.with_gradients else ()

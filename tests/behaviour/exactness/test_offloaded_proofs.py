@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hiremate_lightning.measuring.saved_offload import Files, offloading_saved
+from hiremate_lightning.measuring.saved_offload import Files, SavedOffload
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.proofs.differences import differences
 from hiremate_lightning.proofs.trials import Trial, TrialOutcome
+from hiremate_lightning.torch_private import tensor_state
 from tests.exact import network
 
 WIDTH, ROWS, DEPTH = 64, 512, 8
@@ -75,14 +75,15 @@ def captured(make: Callable[[], nn.Module]) -> tuple[torch.fx.GraphModule, Trial
     return module, Trial(inputs, names, with_gradients=True)
 
 
-def offloaded(module: torch.fx.GraphModule) -> Callable[..., Any]:
-    return offloading_saved(module, [*module.parameters(), *module.buffers()])
+def run_offloaded(module: torch.fx.GraphModule, trial: Trial) -> TrialOutcome:
+    stay = tensor_state.storages_among((*trial.arguments, *module.parameters(), *module.buffers()))
+    return trial.run(module, SavedOffload(stay))
 
 
 @pytest.mark.parametrize("make", [make_plain, make_with_state, make_with_autocast, make_with_vmap])
 def test_code_that_offloads_gives_the_bits_of_a_plain_run(make):
     module, trial = captured(make)
-    assert differences(trial.run(module), trial.run(offloaded(module))) == ([], [])
+    assert differences(trial.run(module), run_offloaded(module, trial)) == ([], [])
 
 
 @pytest.mark.parametrize("make", [make_plain, make_with_state, make_with_autocast])
@@ -90,7 +91,7 @@ def test_saved_values_are_moved_to_files(make):
     code, trial = captured(make)
     plain, block_bytes, found = trial.run(code), ROWS * WIDTH * 4, list[TrialOutcome]()
     in_files = replace(trial, files=Files())
-    peak_bytes = measure_peak(lambda: found.append(in_files.run(offloaded(code))))
+    peak_bytes = measure_peak(lambda: found.append(run_offloaded(code, in_files)))
     assert peak_bytes <= (LEAST_BLOCKS + GRADIENT_BLOCKS) * block_bytes
     assert differences(plain, found[0]) == ([], [])
 
@@ -101,6 +102,6 @@ def test_files_go_with_the_graph_that_needs_them():
     code, trial = captured(make_plain)
     block_bytes = ROWS * WIDTH * 4
     with MemoryMeter(torch.device("cpu")) as meter:
-        replace(trial, files=Files()).run(offloaded(code))
+        run_offloaded(code, replace(trial, files=Files()))
         meter.mark("end")
     assert meter.intervals[-1].start_bytes < block_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 
 import pytest
 import torch
@@ -120,7 +120,7 @@ def test_sizes_are_captured_where_nothing_can_be_offloaded(monkeypatch):
 @pytest.mark.filterwarnings("ignore:A step of a new input size ran without a plan")  # it took more
 def test_without_room_for_files_training_goes_on(monkeypatch):
     budget = budget_of(60)
-    monkeypatch.setattr(os, "posix_fallocate", _refuse)
+    monkeypatch.setattr(tempfile, "TemporaryFile", _refuse)
     train_both(Net, simple_loop(of_step, steps=len(LENGTHS)), budget)
     with pytest.warns(HiRemateWarning, match="There was no room in temporary files"):
         assert ways(hiremate(Net(), budget, verbose=False)).count("offloaded") == 1

@@ -19,13 +19,6 @@ def test_memory_is_used_again_when_nobody_holds_it():
     assert files.size_bytes == LEAST_FILE
 
 
-def test_files_hold_values_where_no_call_reserves_room(monkeypatch):
-    """As on macOS and Windows."""
-    monkeypatch.delattr(os, "posix_fallocate")
-    values = [Files().take(size).fill_(7) for size in (10_000, LEAST_FILE + 1)]
-    assert all(bool((value == 7).all()) for value in values)
-
-
 def test_memory_that_a_view_holds_is_not_used_again():
     files = Files()
     view = files.take(10_000).fill_(3)[::2]
