@@ -289,11 +289,9 @@ class StepMeasurement:
             spans = _spans_of(self._meter.intervals)
             closed = spans.pop() if sees_end and spans else None  # there are none if its thread has ended
             if closed is not None and not at_once and self.is_measured and self._sees_frees:
-                batch = [
-                    (span.label.size_bytes, span.released_bytes) for span in spans if span.label.event is Event.GIVEN
-                ]
-                unseen = sum(size_bytes for size_bytes, reported_bytes in batch if size_bytes != reported_bytes)
-                self.grown_bytes = closed.start_bytes - unseen  # the allocator did not report these releases
+                batch = [span for span in spans if span.label.event is Event.GIVEN]
+                unseen = [span.label.size_bytes for span in batch if span.label.size_bytes != span.released_bytes]
+                self.grown_bytes = closed.start_bytes - sum(unseen)  # the allocator did not report these releases
             self._peak_bytes = _peak_of_step(spans, at_once)
             self.allocated_bytes = _allocated_between(spans)
             self.spans = _without_others(spans)

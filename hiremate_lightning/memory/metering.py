@@ -93,12 +93,12 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._thread = _measured_thread(device)
-        self.intervals: list[Interval] = []  # one for each mark; set when the measurement ends
         self.was_interrupted = False  # whether another meter paused it, or another profiler ended it
         self.lost_marks = False  # whether marks or allocations were not seen: then its intervals are wrong
         self._means: _HostEvents | _DeviceStatistics = (
             _DeviceStatistics(device) if device.type == "cuda" else _HostEvents()
         )
+        self.intervals = self._means.intervals  # one for each mark; complete when the measurement has ended
 
     @staticmethod
     def is_available(device: torch.device) -> bool:
@@ -174,7 +174,6 @@ class MemoryMeter:
             self._pause()
         for reference in [r for r in MemoryMeter._running if r() is self]:
             MemoryMeter._running.remove(reference)
-        self.intervals = self._means.intervals
         outer = MemoryMeter._current(self._thread)
         if counts and outer is not None:
             outer._resume()
