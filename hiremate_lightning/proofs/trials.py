@@ -78,11 +78,10 @@ class Trial:
             for i, a in enumerate(self.arguments)
             if isinstance(a, torch.Tensor)
         }
+        inputs = [leaves.get(i, a) for i, a in enumerate(self.arguments)]
         with torch.enable_grad():  # inputs that are no leaves in training are none here: code may change these in place
-            inputs = [
-                tensor_state.unviewed(leaves[i]) if tensor_state.is_dense(a) and not a.is_leaf else leaves.get(i, a)
-                for i, a in enumerate(self.arguments)
-            ]
+            for i in (i for i in leaves if not self.arguments[i].is_leaf):
+                inputs[i] = _Alias.apply(leaves[i])  # type: ignore[no-untyped-call]
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         grad_fns = [tensor.grad_fn for tensor in tensors]
         devices = sorted({t.device for t in tensors if t.device.type == "cuda"}, key=str)
@@ -149,6 +148,18 @@ class Trial:
         elif kept.layout is torch.strided and tensor_state.storage_id(kept) in tensor_state.storages_among(inputs):
             kept = kept.clone()
         return kept if self.files is None else in_file(kept, self.files)
+
+
+class _Alias(torch.autograd.Function):
+    """A tensor on the memory of a leaf, with its strides, that is neither a leaf nor a view."""
+
+    @staticmethod
+    def forward(_: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return tensor_state.apart(leaf)
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 def _ends(results: Sequence[Any]) -> list[torch.Tensor]:

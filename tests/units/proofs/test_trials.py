@@ -53,3 +53,18 @@ def test_each_run_draws_the_same_gradients():
     one, other = (trial.run(lambda x, y: (x.exp(), x.half(), y * x, x.detach(), None)) for _ in range(2))
     assert all(torch.equal(one.gradients[name], other.gradients[name]) for name in one.gradients)
     assert one.gradients["the gradient of y"].dtype is torch.complex64
+
+
+def test_code_may_change_in_place_what_other_code_has_computed():
+    """It gets the same memory with the same strides; after the trial the memory is as before."""
+    x = torch.randn(1, 3, 4, 4, requires_grad=True).to(memory_format=torch.channels_last)
+    before, strides = x.detach().clone(), x.stride()
+
+    def change(x: torch.Tensor) -> torch.Tensor:
+        assert x.stride() == strides
+        return x.mul_(2) * 3
+
+    outcome = Trial([x], ["x"], with_gradients=True).run(change)
+    assert torch.equal(x, before)
+    assert torch.equal(outcome.values["output 0"], before * 6)
+    assert outcome.gradients["the gradient of x"] is not None
