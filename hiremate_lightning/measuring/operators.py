@@ -25,6 +25,7 @@ from ..rewriting.overwriting import Finish
 from ..rewriting.replays import call_of, is_state, state_arguments
 from ..torch_private import aot, operators, tensor_state
 
+META = torch.device("meta")
 DRAWN = 1 << 14  # random numbers drawn for a tensor; a larger tensor repeats them
 _TORCHS_OWN = ("aten", "prims", "prim")
 _KERNELS_OF_USERS = "hiremate::"  # operators that run kernels of users: their Python code reads no variables
@@ -38,7 +39,7 @@ def _loop_twice(condition: Callable[..., Any], body: Callable[..., Any], carried
 
 _PUTTING = {"aten.index_put.default", "aten.index_put_.default", "aten._unsafe_index_put.default"}
 # Functions that run each path of an operator whose path depends on values: on made-up values a loop may never end.
-_COURSES: dict[str, tuple[Callable[..., Any], ...]] = {
+COURSES: dict[str, tuple[Callable[..., Any], ...]] = {
     "cond": (
         lambda _, first, second, operands: first(*operands),
         lambda _, first, second, operands: second(*operands),
@@ -47,34 +48,28 @@ _COURSES: dict[str, tuple[Callable[..., Any], ...]] = {
 }
 
 
-def runners(captured: Captured, index: int) -> list[Callable[[], Any]]:
-    """Return the functions that run one operation on made-up inputs, one for each path that it may take."""
-    courses = _COURSES.get(captured.graph.nodes[index].op, (None,))
-    return [runner(captured, index, course) for course in courses]
-
-
 def runner(
     captured: Captured,
     index: int,
     course: Callable[..., Any] | None = None,
-    layouts: Mapping[fx.Node, torch.Tensor] | None = None,
+    strides: Mapping[fx.Node, tuple[int, ...]] | None = None,
     device: torch.device | None = None,
 ) -> Callable[[], Any]:
     """Return a function that runs one operation of a captured graph on made-up inputs, on its device or another.
 
-    `course` is called instead of the operation, with its arguments. `layouts` has the inputs whose strides differ from
-    the trace.
+    `course` is called instead of the operation, with its arguments. `strides` has those of inputs that differ from the
+    trace.
     """
     record, node = captured.graph.nodes[index], captured.fx_nodes[index]
     made: dict[fx.Node, Any] = {}
 
     def argument(source: fx.Node) -> Any:
         if source not in made:
-            if layouts is not None and source in layouts:
-                made[source] = made_up(layouts[source], device or captured.device)
+            if strides is not None and source in strides:
+                made[source] = made_up(source.meta["val"], device, strides[source])
             elif is_state(source):
                 take: Any = source.target
-                made[source] = take(*state_arguments(source, node, lambda read: laid_out(read, traced_strides(read))))
+                made[source] = take(*state_arguments(source, node, lambda read: made_up(read.meta["val"], META)))
             else:
                 made[source] = stand_in(source)
         return made[source]
@@ -158,10 +153,7 @@ _PARTS_ON_HOST = {
 
 def stand_in(source: fx.Node) -> Any:
     """Make a value with the shapes, strides, dtypes and devices of a node's value, as kernels return it."""
-    if source.op == "get_attr":
-        value = attribute_of(source)
-        return made_up(value) if isinstance(value, torch.Tensor) else value
-    value = source.meta.get("val")
+    value = attribute_of(source) if source.op == "get_attr" else source.meta.get("val")
     if source.target is operator.getitem:
         whole, part = source.args
         if isinstance(whole, fx.Node) and part in _PARTS_ON_HOST.get(str(whole.target), ()):
@@ -169,14 +161,14 @@ def stand_in(source: fx.Node) -> Any:
     return made_up(value)
 
 
-def made_up(value: Any, device: torch.device | None = None) -> Any:
+def made_up(value: Any, device: torch.device | None = None, strides: tuple[int, ...] | None = None) -> Any:
     """Make a value like the given one, on its device or another: numbers from 0 to 1, zeros for integers.
 
     So probabilities are valid: a CUDA kernel that asserts this would end the whole process.
     """
     if isinstance(value, torch.Tensor):
         size = [tensor_state.int_hint(s) for s in value.shape]
-        stride = [tensor_state.int_hint(s) for s in value.stride()]
+        stride = traced_strides(value) if strides is None else strides
         made = torch.empty_strided(size, stride, dtype=value.dtype, device=device or value.device)
         if value.is_conj() or value.is_neg():  # kernels that can't read such views copy them first
             return tensor_state.viewed_as(made.zero_(), value)
@@ -198,16 +190,9 @@ def _drawn(made: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def traced_strides(node: fx.Node) -> tuple[int, ...]:
-    """Return the strides that a node's value was traced with."""
-    return tuple(tensor_state.int_hint(s) for s in node.meta["val"].stride())
-
-
-def laid_out(node: fx.Node, strides: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor on the meta device like a node's value, with other strides."""
-    value = node.meta["val"]
-    size = [tensor_state.int_hint(s) for s in value.shape]
-    return torch.empty_strided(size, strides, dtype=value.dtype, device="meta")
+def traced_strides(value: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides that a value was traced with."""
+    return tuple(tensor_state.int_hint(s) for s in value.stride())
 
 
 # ---------------------------------------------------------------- custom operators

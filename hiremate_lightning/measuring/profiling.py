@@ -37,7 +37,7 @@ from ..rewriting.nodes import is_collective, is_part, values_of
 from ..running.copies import is_copying
 from ..running.program import Program
 from ..torch_private import runtime, tensor_state
-from .operators import laid_out, runner, runners, traced_strides
+from .operators import COURSES, META, runner, traced_strides
 
 try:
     from resource import RUSAGE_SELF, getrusage
@@ -178,7 +178,7 @@ def _measure_node(captured: Captured, index: int, warn: Callable[[str, str], Non
     if is_collective(record.op):
         return None  # other processes would wait for the collective, or take it for one of the step's
     try:
-        runs = runners(captured, index)
+        runs = [runner(captured, index, course) for course in COURSES.get(record.op, (None,))]
         used = () if record.replays is not None else _used_results(captured.fx_nodes[index])
         costs = [_cost(run, captured.device, used) for run in runs]
         return Cost(max(cost.time_ms for cost in costs), max(cost.workspace_bytes for cost in costs))
@@ -235,23 +235,22 @@ def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[in
     for a tangent that did not arrive.
     """
     pairs = zip(captured.tangents, strides, strict=False)
-    changed = {node: actual for node, actual in pairs if actual is not None and actual != traced_strides(node)}
-    layouts: dict[fx.Node, Any] = {node: laid_out(node, actual) for node, actual in changed.items()}
-    if not layouts or not MemoryMeter.is_available(captured.device):
+    changed = {t: actual for t, actual in pairs if actual is not None and actual != traced_strides(t.meta["val"])}
+    if not changed or not MemoryMeter.is_available(captured.device):
         return profile
     workspace = list(profile.workspace_bytes)
     with undisturbed(captured.device):
         for index in captured.graph.backward:
             node = captured.fx_nodes[index]
-            if layouts.keys().isdisjoint(node.all_input_nodes):
+            if changed.keys().isdisjoint(node.all_input_nodes):
                 continue
             try:
                 if captured.graph.has_work(index):
-                    run = runner(captured, index, layouts=layouts)
+                    run = runner(captured, index, strides=changed)
                     size_bytes, _ = _workspace_bytes(run, captured.device, _used_results(node))
                     workspace[index] = max(workspace[index], size_bytes)
                 else:
-                    layouts[node] = runner(captured, index, layouts=layouts, device=torch.device("meta"))()
+                    changed[node] = runner(captured, index, strides=changed, device=META)().stride()
             except Exception as error:  # an operation may refuse made-up inputs: its measured workspace stays
                 log.debug("Could not measure %s as laid out (%s: %s)", node, type(error).__name__, error)
     return replace(profile, workspace_bytes=tuple(workspace))
