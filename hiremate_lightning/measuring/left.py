@@ -16,7 +16,7 @@ import torch
 
 from ..torch_private import tensor_state
 from .recording import StepMeasurement
-from .resident import INPUTS, LEFT, RETAINED, Resident
+from .resident import BESIDE, INPUTS, LEFT, RETAINED, Resident
 
 Numbers = tuple[int, ...]
 Place = tuple[Numbers | None, Numbers]  # the signature of the previous step, and the identities of the waiting graphs
@@ -190,8 +190,8 @@ class Iterations:
         if self._begins or not self._have_waited:
             return resident
         if self._existing_bytes is None:
-            return resident.with_beside(self._sizes.get(self._place, 0))
-        return resident.with_beside(max(0, self._existing_bytes - resident.existing_bytes))
+            return resident.with_more(BESIDE, self._sizes.get(self._place, 0))
+        return resident.with_more(BESIDE, max(0, self._existing_bytes - resident.existing_bytes))
 
     def older(self, uncounted: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors from before the iteration; at its beginning, or if not seen, store and return all."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ..records.schedule import Schedule
+from ..records.graph import Graph, bytes_of
+from ..records.schedule import Schedule, keep_all, lower
 from ..running.execution import GraphRuntime
 
 WAITING = "graphs that wait for their backward"  # a kind of resident bytes
@@ -31,7 +32,6 @@ class Resident:
     left_bytes: int = 0  # bytes of the previous step's outputs that are freed as the last forward returns
     kept: frozenset[int] = frozenset()  # storages of the parameters whose gradients are part of `size_bytes`
     kinds: tuple[tuple[str, int], ...] = field(default=(), compare=False)  # the parts of `size_bytes`: names and bytes
-    eager_waiting_bytes: int = 0  # `waiting_bytes` as they are in eager training
     waiting: tuple[tuple[GraphRuntime, Schedule], ...] = ()  # the waiting graphs, each with the schedule of its run
     # Gradients that the optimizer has used, if they count as stale: their bytes, and their parameters' storages.
     used: tuple[int, frozenset[int]] = field(default=(0, frozenset()), compare=False)
@@ -44,15 +44,15 @@ class Resident:
         kinds[kind] = kinds.get(kind, 0) + size_bytes
         return replace(self, size_bytes=self.size_bytes + size_bytes, kinds=tuple(kinds.items()))
 
-    def with_beside(self, size_bytes: int) -> Resident:
-        """Return a copy with more bytes that the iteration has made beside waiting graphs, as it does in eager mode."""
-        resident = self.with_more(BESIDE, size_bytes)
-        return replace(resident, eager_waiting_bytes=self.eager_waiting_bytes + size_bytes)
-
     @property
     def waiting_bytes(self) -> int:
         """The part of `size_bytes` that waiting graphs, and other values that the iteration has made, hold."""
         return self.bytes_of(WAITING) + self.bytes_of(BESIDE)
+
+    @property
+    def eager_waiting_bytes(self) -> int:
+        """What `waiting_bytes` would be in eager training, where the iteration makes the same other values."""
+        return self.waiting_bytes + sum(_more_kept_in_eager(runtime.captured.graph, s) for runtime, s in self.waiting)
 
     def bytes_of(self, kind: str) -> int:
         """Return the part of `size_bytes` that is of a kind."""
@@ -81,3 +81,12 @@ class Resident:
     def batch_bytes(self) -> int:
         """Bytes of the batch."""
         return self.bytes_of("batch")
+
+
+def _more_kept_in_eager(graph: Graph, schedule: Schedule) -> int:
+    """Return the bytes that eager training saves for the backward beyond those that the schedule saves."""
+    eager_saved = lower(graph, keep_all(graph)).saved
+    saved = schedule.saved_on_device(graph)
+    inputs = set(graph.inputs)
+    eager_bytes, saved_bytes = (bytes_of(graph, [t for t in s if t not in inputs]) for s in (eager_saved, saved))
+    return max(0, eager_bytes - saved_bytes)

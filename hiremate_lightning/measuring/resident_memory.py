@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from ..memory.allocator import storage_bytes
-from ..records.graph import Graph, bytes_of
-from ..records.schedule import Schedule, keep_all, lower
 from ..running.execution import GraphRuntime, Saved
 from ..torch_private import sharding, tensor_state
 from ..units import format_bytes
@@ -215,10 +213,6 @@ class ResidentMemory:
         waiting = self._find_waiting()
         if waiting:
             kinds[WAITING] = self._bytes_of(held_by(saved for _, saved in waiting), seen)
-        graphs = tuple((runtime, saved.program.schedule) for runtime, saved in waiting)
-        eager_bytes = kinds.get(WAITING, 0) + sum(
-            more_kept_in_eager(runtime.captured.graph, s) for runtime, s in graphs
-        )
         size_bytes = sum(kinds.values())
         if self.device.type == "cuda":
             size_bytes, counted_bytes = torch.cuda.memory_allocated(self.device) - stale, size_bytes
@@ -229,8 +223,7 @@ class ResidentMemory:
             stale_bytes=stale,
             kept=frozenset() if stale else kept,
             kinds=tuple(kinds.items()),
-            eager_waiting_bytes=eager_bytes,
-            waiting=graphs,
+            waiting=tuple((runtime, saved.program.schedule) for runtime, saved in waiting),
             used=(stale, kept) if stale else (0, frozenset()),
         )
 
@@ -281,15 +274,6 @@ class ResidentMemory:
     def _bytes_of(self, tensors: Iterable[torch.Tensor], seen: set[int] | None = None) -> int:
         """Return the bytes of the tensors' storages on the planned device, see `storage_bytes`."""
         return storage_bytes(self._on_device(tensors), self.device, seen)
-
-
-def more_kept_in_eager(graph: Graph, schedule: Schedule) -> int:
-    """Return the bytes that eager training saves for the backward beyond those that the schedule saves."""
-    eager_saved = lower(graph, keep_all(graph)).saved
-    saved = schedule.saved_on_device(graph)
-    inputs = set(graph.inputs)
-    eager_bytes, saved_bytes = (bytes_of(graph, [t for t in s if t not in inputs]) for s in (eager_saved, saved))
-    return max(0, eager_bytes - saved_bytes)
 
 
 def held_by(waiting: Iterable[Saved]) -> list[torch.Tensor]:
