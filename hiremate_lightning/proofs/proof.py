@@ -36,21 +36,11 @@ class Verdict(Enum):
 
 
 class ProofAtSizes:
-    """The proofs of the programs of one schedule of made code: at which sizes they were compared.
-
-    The attributes are those of the latest proof.
-
-    Attributes:
-        forward: The verdict on outputs, changed inputs and random generators.
-        backward: The verdict on gradients.
-        rounded: The values that differ by rounding, in words.
-        why_unproved: Why gradients are not proved, in words.
-    """
+    """The proofs of the programs of one schedule of made code: at which sizes they were compared."""
 
     def __init__(self, traced: Sequence[Sizes]) -> None:
-        self.forward = self.backward = Verdict.UNKNOWN
-        self.rounded: tuple[str, ...] = ()
-        self.why_unproved = ""
+        # The verdicts of the latest proof, see `Proof`: forward, backward, rounded, why_unproved.
+        self.verdicts: tuple[Verdict, Verdict, tuple[str, ...], str] = Verdict.UNKNOWN, Verdict.UNKNOWN, (), ""
         self._traced, self._proved = traced, list[Sizes]()
         self._without = set[frozenset[int]]()  # positions of missing gradients, for each backward that was proved
 
@@ -71,8 +61,7 @@ class ProofAtSizes:
         """Store that the program for some sizes gives eager PyTorch's bits, with these gradients missing."""
         self._proved.append(sizes)
         self._without.update(without)
-        self.forward, self.backward = proof.forward, proof.backward
-        self.rounded, self.why_unproved = proof.rounded, proof.why_unproved
+        self.verdicts = proof.forward, proof.backward, proof.rounded, proof.why_unproved
 
 
 class Proof:
@@ -173,11 +162,6 @@ class Proof:
         self.tried_without |= set() if without is None else {without}
         if self.runtime is None or len(self.runtime.captured.tangents) < 2:
             self.end()
-
-    def follow(self, proved_sizes: ProofAtSizes) -> None:
-        """Take the verdicts on the program that made code runs by."""
-        self.forward, self.backward = proved_sizes.forward, proved_sizes.backward
-        self.rounded, self.why_unproved = proved_sizes.rounded, proved_sizes.why_unproved
 
     def end(self) -> None:
         """End the proof, and release the eager code."""

@@ -103,7 +103,7 @@ class Prover:
         if not proof.at_sizes.holds_at(sizes, runtime.ran_without):
             self._prove_program(proof, runtime, programs, program, arguments)
         if proof.at_sizes.holds_at(sizes, runtime.ran_without):
-            proof.follow(proof.at_sizes)
+            proof.forward, proof.backward, proof.rounded, proof.why_unproved = proof.at_sizes.verdicts
 
     def _known_of(self, programs: ProgramAtSizes) -> ProofAtSizes:
         """Return the proofs of the programs of a schedule."""
