@@ -37,7 +37,7 @@ def record_of(step, make=Net) -> tuple[StepMeasurement, list[Call], list[int]]:
     step(model)
     session = session_of(model)
     session.end_step()
-    record = session.steps.ended.record
+    record = session.steps.ended.measurement
     return record, *calls_of(record)
 
 
