@@ -52,7 +52,7 @@ class Resident:
     @property
     def eager_waiting_bytes(self) -> int:
         """What `waiting_bytes` would be in eager training, where the iteration makes the same other values."""
-        return self.waiting_bytes + sum(_more_kept_in_eager(runtime.captured.graph, s) for runtime, s in self.waiting)
+        return self.waiting_bytes + sum(more_kept_in_eager(runtime.captured.graph, s) for runtime, s in self.waiting)
 
     def bytes_of(self, kind: str) -> int:
         """Return the part of `size_bytes` that is of a kind."""
@@ -83,7 +83,7 @@ class Resident:
         return self.bytes_of("batch")
 
 
-def _more_kept_in_eager(graph: Graph, schedule: Schedule) -> int:
+def more_kept_in_eager(graph: Graph, schedule: Schedule) -> int:
     """Return the bytes that eager training saves for the backward beyond those that the schedule saves."""
     eager_saved = lower(graph, keep_all(graph)).saved
     saved = schedule.saved_on_device(graph)

@@ -302,9 +302,11 @@ def _trial_of(
     if proof.runtime is not None:  # the same outputs get no gradients as in a backward that has run
         without = without if without is not None else next(iter(frozenset(proof.runtime.ran_without)), None)
         positions = None if without is None else unused_at(proof.runtime.captured, without)
+    # An input of captured code is called "L_self_modules_layer_buffers_count_": its name is layer.count.
+    targets = [str(node.target) for node in written.graph.find_nodes(op="placeholder")]
     return Trial(
         arguments,
-        names=[_name_of(str(node.target)) for node in written.graph.find_nodes(op="placeholder")],
+        names=[_NOT_PARTS.sub(".", target.removeprefix("L_").removeprefix("self")).strip("._") for target in targets],
         constants=[*written.parameters(), *written.buffers()],
         with_gradients=memory is not None and memory.has_eager,
         files=Files() if memory is not None and memory.needs_files else None,
@@ -345,8 +347,3 @@ def _may_differ_from_itself(runtime: GraphRuntime, arguments: Sequence[Any]) -> 
     dense = [a for a in arguments if tensor_state.is_dense(a)]
     is_shared = len({tensor_state.storage_id(a) for a in dense}) < len(dense)
     return has_unsteady(runtime.captured) or (bool(runtime.captured.mutated) and is_shared)
-
-
-def _name_of(target: str) -> str:
-    """Name an input of captured code: "L_self_modules_layer_buffers_count_" is layer.count."""
-    return _NOT_PARTS.sub(".", target.removeprefix("L_").removeprefix("self")).strip("._")
