@@ -33,7 +33,7 @@ from ..measuring.runs import Run
 from ..memory.allocator import storage_bytes
 from ..records.costs import Profile, estimate
 from ..records.schedule import keep_all, lower
-from ..records.step import Call, MergedStep, merge
+from ..records.step import MergedStep, merge
 from ..running.accumulation import Leaves
 from ..running.execution import Conductor, GraphRuntime
 from ..running.program import Program, build
@@ -133,11 +133,7 @@ class OfflineStep(Conductor):
         return self._merge([measure(captured, cache, progress=progress) for captured in self.captured])
 
     def _merge(self, profiles: Sequence[Profile]) -> MergedStep:
-        step = merge(*self.calls_with(profiles), self.stale_bytes)
-        return replace(step, graph=on_gpu(step.graph, self.options.device)) if self.options.is_stand_in else step
-
-    def calls_with(self, profiles: Sequence[Profile]) -> tuple[list[Call], list[int]]:
-        """Return the calls of the step, with modules by their paths in the model, and the order of the backwards."""
+        """Merge the calls of the step, with modules by their paths in the model."""
         for runtime, profile in zip(self.runtimes, profiles, strict=True):
             runtime.profile = profile
         calls, order = calls_of(self.measurement)
@@ -149,7 +145,8 @@ class OfflineStep(Conductor):
                 graph = calls[index].graph
                 nodes = tuple(replace(node, module=f"{path}.{node.module}".rstrip(".")) for node in graph.nodes)
                 calls[index] = replace(calls[index], graph=replace(graph, nodes=nodes))
-        return calls, order
+        step = merge(calls, order, self.stale_bytes)
+        return replace(step, graph=on_gpu(step.graph, self.options.device)) if self.options.is_stand_in else step
 
     def run(self, undo: ExitStack) -> None:
         """Run the step until it captures nothing more; `undo` discards the compiled code."""

@@ -133,7 +133,8 @@ def find_script(command: Sequence[str], is_module: bool = False) -> str:
     Raises:
         ConfigurationError: If there is no such script, or if it is a launcher.
     """
-    launcher, name = launcher_of(["-m", *command] if is_module else command), command[0]
+    name, words = command[0], ["-m", *command] if is_module else [Path(command[0]).name, *command[1:]]
+    launcher = next((known for known in LAUNCHERS if " ".join([*words, ""]).startswith(f"{known} ")), None)
     if launcher is not None:
         raise ConfigurationError(
             f"{launcher} starts programs of its own, which would have no plan. Start it so: {LAUNCHERS[launcher]}"
@@ -159,12 +160,6 @@ def find_script(command: Sequence[str], is_module: bool = False) -> str:
     raise ConfigurationError(
         f"There is no file {name!r} to run, and no command of that name. Options come before the script."
     )
-
-
-def launcher_of(words: Sequence[str]) -> str | None:
-    """Return the launcher that a command calls, None if it calls none."""
-    text = " ".join([Path(words[0]).name, *words[1:], ""]) if words else ""
-    return next((name for name in LAUNCHERS if text.startswith(f"{name} ")), None)
 
 
 def _of_file(path: Path, name: str) -> tuple[types.CodeType, types.ModuleType]:

@@ -14,6 +14,7 @@ from hiremate_lightning.command_line.factory import Workload
 from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline
 from hiremate_lightning.command_line.without_device import rates_of
 from hiremate_lightning.errors import CaptureError, ConfigurationError
+from hiremate_lightning.measuring.recorded_calls import calls_of
 from hiremate_lightning.records.costs import estimate, step_time_ms
 from hiremate_lightning.records.expressions import on_line
 from hiremate_lightning.records.graph_at_sizes import GraphAtSizes
@@ -197,7 +198,8 @@ def test_an_error_of_the_factory_is_its_own():
 
 def test_calls_on_both_sides_of_a_graph_break_are_linked():
     step = capture(broken)
-    calls, order = step.calls_with([estimate(captured.graph) for captured in step.captured])
+    estimated(step)
+    calls, order = calls_of(step.measurement)
 
     assert len(step.captured) == 2
     assert calls[1].links
