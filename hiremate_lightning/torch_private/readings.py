@@ -115,8 +115,6 @@ def checkpoints_in_segments() -> Iterator[None]:
 
 
 def _inline_segments(_: Any, tracer: Any, *arguments: Any, **named: Any) -> Any:
-    if "use_reentrant" not in named:
-        warnings.warn("torch.utils.checkpoint.checkpoint_sequential: pass use_reentrant explicitly.", stacklevel=2)
     return tracer.inline_user_function_return(VariableTracker.build(tracer, _in_segments), list(arguments), named)
 
 
