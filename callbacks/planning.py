@@ -130,7 +130,11 @@ class HiRemateCallback(Callback):
         self._refuse(trainer, pl_module)
         give_way(pl_module)
         session = Session(pl_module, self.options)
-        session.listeners.append(self._note)
+
+        def note(plan: Plan) -> None:
+            self.plan = self._unlogged = plan
+
+        session.listeners.append(note)
         folders = [getattr(logger, "log_dir", None) for logger in trainer.loggers]
         session.reporter.more = calls_for(plan="callback.plan")
         session.reporter.folder = next((Path(f) for f in folders if isinstance(f, str)), None)
@@ -173,9 +177,6 @@ class HiRemateCallback(Callback):
         if self._targets is not None:
             self._targets.session.close()
             self._targets = None
-
-    def _note(self, plan: Plan) -> None:
-        self.plan = self._unlogged = plan
 
     def _refuse(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         others = [c for c in trainer.callbacks if isinstance(c, HiRemateCallback) and c is not self]  # type: ignore[attr-defined]

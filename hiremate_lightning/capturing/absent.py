@@ -92,12 +92,19 @@ def without_missing(captured: Captured, missing: frozenset[int], profile: Profil
         if value not in absence.values and t.producer not in gone
     }
     storages = tuple(s if i in present else replace(s, size_bytes=0) for i, s in enumerate(graph.storages))
+
+    def zeros_bytes(node: fx.Node) -> int:
+        """Return the bytes of the zeros that a node reads in place of absent inputs while it runs."""
+        shown = [a.meta["val"] for a in node.all_input_nodes if a in absence.values]
+        on_device = (t for t in shown if t.device == captured.device)
+        return sum(allocated_bytes(t.numel() * t.dtype.itemsize, captured.device) for t in on_device)
+
     idle = gone | {i for i, node in enumerate(captured.fx_nodes) if node in absence.replaced}
     costs = replace(
         profile,
         time_ms=tuple(0.0 if i in idle else time_ms for i, time_ms in enumerate(profile.time_ms)),
         workspace_bytes=tuple(
-            0 if i in idle else size + _zeros_bytes(node, absence, captured.device)
+            0 if i in idle else size + zeros_bytes(node)
             for i, (node, size) in enumerate(zip(captured.fx_nodes, profile.workspace_bytes, strict=True))
         ),
     )
@@ -155,9 +162,3 @@ def _overwritten(captured: Captured, absence: Absence) -> tuple[Graph, dict[fx.N
     storages = (graph.tensors[tensor_of[value]].storage for pair in pairs for value in pair if value in tensor_of)
     spared = {*merged.values(), *storages}
     return overwrite(replace(graph, tensors=tensors), captured.fx_nodes, captured.fx_values, spared, absent)[:2]
-
-
-def _zeros_bytes(node: fx.Node, absence: Absence, device: torch.device) -> int:
-    """Return the bytes of the zeros that a node reads in place of absent inputs while it runs."""
-    shown = [a.meta["val"] for a in node.all_input_nodes if a in absence.values]
-    return sum(allocated_bytes(t.numel() * t.dtype.itemsize, device) for t in shown if t.device == device)

@@ -263,12 +263,6 @@ class _Builder:
             self.storages.append(Storage(allocated_bytes(size, self.device), kind, eager_times))
         return self.storage_of[identity]
 
-    def _take_size(self, tensor: int, source: int) -> None:
-        """Raise the size of a copied view's storage to the size of the viewed storage: the kernel copies all of it."""
-        copy, viewed = self.tensors[tensor].storage, self.tensors[source].storage
-        if copy is not None and viewed is not None:
-            self._set_size(tensor, max(self.storages[copy].size_bytes, self.storages[viewed].size_bytes))
-
     def _set_size(self, tensor: int, size_bytes: int) -> None:
         storage = self.tensors[tensor].storage
         if storage is not None:
@@ -286,7 +280,9 @@ class _Builder:
             self.tensor_of[value] = self._add_tensor(finish.result if finish and is_finished else value, index, kind)
             outputs.append(self.tensor_of[value])
         if node.target in nodes.COPIES_STORAGE:
-            self._take_size(outputs[0], read[0])
+            storages = (self.tensors[tensor].storage for tensor in (outputs[0], read[0]))
+            sizes = [self.storages[storage].size_bytes for storage in storages if storage is not None]
+            self._set_size(outputs[0], max(sizes, default=0))
         if (size_bytes := nodes.sparse_bytes(node)) is not None:
             self._set_size(outputs[0], allocated_bytes(size_bytes, self.device))
         op, operation = nodes.name_of(node.target), nodes.operation_named(node.target)

@@ -181,20 +181,19 @@ class OfflineStep(Conductor):
         def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             return planning(with_gpu_attention(module) if self.options.is_stand_in else module, inputs)
 
-        def call_part(path: str, *args: Any, **kwargs: Any) -> Any:
+        def call_part(path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self._path = path
-            return compiled(*args, **kwargs)
+            return compiled(type(module).forward, module, *args, **kwargs)
 
         paths = planned_paths(root)
-        function = _call_module if "" in paths else _call_forward
-        undo.callback(dynamo.forget_compiled, function)
-        compiled = torch.compile(function, backend=backend, dynamic=False)
+        undo.callback(dynamo.forget_compiled, _call)
+        compiled = torch.compile(_call, backend=backend, dynamic=False)
         if "" in paths:
             return compiled
         for path in paths:
             module = root.get_submodule(path)
             module.forward = partial(call_part, path, module)
-        return _call_module
+        return _call
 
     def _take_in(self, captured: Captured) -> GraphRuntime:
         runtime = GraphRuntime(captured, self, len(self.runtimes))
@@ -292,12 +291,8 @@ def _capture(workload: Workload, options: OfflineOptions, size: int | None, answ
     return step
 
 
-def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module(*args, **kwargs)
-
-
-def _call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(module).forward(module, *args, **kwargs)
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 def _check_inputs(call: ModelCall, options: OfflineOptions) -> None:

@@ -73,7 +73,12 @@ def find_factory(text: str) -> Any:
     if folder not in sys.path:
         sys.path.insert(0, folder)  # permanently: a factory may import modules from there when it is called
     try:
-        factory = _import_file(Path(place)) if is_file else importlib.import_module(place)
+        if is_file:
+            code, factory = _of_file(Path(place), Path(place).stem)
+            sys.modules.setdefault(factory.__name__, factory)  # dataclasses look up their module
+            exec(code, vars(factory))
+        else:
+            factory = importlib.import_module(place)
     except SyntaxError as error:
         raise ConfigurationError(f"Can't read {error.filename}, line {error.lineno}: {error.msg}.") from None
     except ModuleNotFoundError as error:
@@ -90,13 +95,6 @@ def find_factory(text: str) -> Any:
             raise ConfigurationError(words)
         factory = getattr(factory, name)
     return factory
-
-
-def _import_file(path: Path) -> types.ModuleType:
-    code, module = _of_file(path, path.stem)
-    sys.modules.setdefault(module.__name__, module)  # dataclasses look up their module
-    exec(code, vars(module))
-    return module
 
 
 # ---------------------------------------------------------------- a script

@@ -21,7 +21,6 @@ from ..options import ENVIRONMENT_BUDGET
 from ..planning.plan import Plan
 from ..planning.planner import make_options
 from ..reporting.plan_summary import plan_metrics
-from ..sessions.session import Session
 from ..targets.candidates import Target
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -76,7 +75,12 @@ def prepare_hiremate(
         optimizer=optimizers[0] if len(optimizers) == 1 else None,
         **options,
     ).session
-    session.listeners.append(lambda plan: _log(accelerator, session, plan))
+
+    def log_numbers(plan: Plan) -> None:
+        if accelerator.trackers:
+            accelerator.log(plan_metrics(plan, len(session.plans)), step=session.updates)
+
+    session.listeners.append(log_numbers)
     try:
         prepared = accelerator.prepare(*objects)
     except BaseException:  # also after Ctrl-C the model must be as before
@@ -84,12 +88,6 @@ def prepare_hiremate(
         raise
     session.replace_compiling()
     return prepared
-
-
-def _log(accelerator: Accelerator, session: Session, plan: Plan) -> None:
-    """Log the numbers of a plan to the trackers of an accelerator."""
-    if accelerator.trackers:
-        accelerator.log(plan_metrics(plan, len(session.plans)), step=session.updates)
 
 
 def _chosen_budget() -> str:

@@ -86,7 +86,8 @@ class Contributions:
 
         def counting(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == tracing:
-                self.readers = _count_readers(outputs, inputs)
+                edges = backward_pass.edges_from(outputs)
+                self.readers = [edges[edge.node, edge.output_nr] for edge in map(get_gradient_edge, inputs)]
             return grad(outputs, inputs, *args, **kwargs)
 
         try:
@@ -131,12 +132,6 @@ class Contributions:
             results[forward_outputs + position] = first
             further.extend(rest)
         output.args = ((*results[: len(results) - added], *further),)
-
-
-def _count_readers(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:
-    """Count the edges of autograd's graph that lead from the outputs to each input."""
-    edges = backward_pass.edges_from(outputs)
-    return [edges[edge.node, edge.output_nr] for edge in map(get_gradient_edge, inputs)]
 
 
 def additions(total: Any, count: int) -> list[tuple[fx.Node, fx.Node]]:

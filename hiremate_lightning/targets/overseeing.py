@@ -33,20 +33,17 @@ def listen_to_optimizers(session: Session) -> None:
         session = reference()
         if session is not None:
             session.optimizer_stepped(optimizer)
-            if runs_before.get(optimizer) == session.runs and _has_gradients_of(session.root, optimizer):
-                session.was_passed_by()
-                if session not in warned:
-                    session.warn(f"{type(session.root).__name__} {UNPLANNED}")
+            if runs_before.get(optimizer) == session.runs:
+                updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                if any(id(p) in updated for p in session.root.parameters() if p.grad is not None):
+                    session.was_passed_by()
+                    if session not in warned:
+                        session.warn(f"{type(session.root).__name__} {UNPLANNED}")
             runs_before[optimizer] = session.runs
 
     handle = register_optimizer_step_post_hook(stepped)
     session.closing.callback(handle.remove)
     weakref.finalize(session, handle.remove)
-
-
-def _has_gradients_of(root: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    ids_with_gradient = {id(p) for p in root.parameters() if p.grad is not None}
-    return any(id(p) in ids_with_gradient for group in optimizer.param_groups for p in group["params"])
 
 
 @contextmanager

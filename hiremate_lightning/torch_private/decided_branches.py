@@ -215,7 +215,10 @@ def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> bool:
         is_shared = len(storages_among(shown)) < len(shown) or not all(tensor.is_contiguous() for tensor in shown)
         is_alike = not is_shared and len({value.device for value in values}) <= 1
         expect(is_alike, "memory that is shared on the CPU alike")
-    _expect_apart(inputs, graph)
+    others = (node.meta.get("grapharg") for node in graph.find_nodes(op="placeholder") if node not in inputs)
+    examples = (argument.example for argument in others if argument is not None)
+    reached = storages_among(value for value in examples if isinstance(value, torch.Tensor))
+    expect(reached.isdisjoint(storages_among(inputs.values())), "memory of its own")  # other arguments may change
     shared = set(needed)
     for node in graph.nodes:
         if node.op != "placeholder" and (node in shared or not shared.isdisjoint(node.all_input_nodes)):
@@ -227,14 +230,6 @@ def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> bool:
             is_apart = _is_of_torch(node) or storages.isdisjoint(storages_among(arguments))
             expect(is_apart, f"{node.target} changes nothing that it is given")
     return bool(writes)
-
-
-def _expect_apart(inputs: dict[fx.Node, torch.Tensor], graph: fx.Graph) -> None:
-    """Raise if an input's storage can be reached through another argument, which the code may change."""
-    arguments = (node.meta.get("grapharg") for node in graph.find_nodes(op="placeholder") if node not in inputs)
-    besides = (argument.example for argument in arguments if argument is not None)
-    reached = storages_among(value for value in besides if isinstance(value, torch.Tensor))
-    expect(reached.isdisjoint(storages_among(inputs.values())), "memory of its own")
 
 
 def _is_of_torch(node: fx.Node) -> bool:

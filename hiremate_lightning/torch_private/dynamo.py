@@ -14,6 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from enum import IntEnum
 from typing import Any, cast
 
 import torch
@@ -108,13 +109,19 @@ def named_ranges(tensor: torch.Tensor) -> list[tuple[int, int, int]]:
     return sorted((mark.dim, mark.min or 1, mark.max) for mark in marks if mark.max is not None)
 
 
-def _always_static(*_: Any, **__: Any) -> tuple[bool, TensorStaticReason]:
-    return True, TensorStaticReason.NOT_TENSOR
+class Varying(IntEnum):
+    """Which numbers of captured code may vary without another capture."""
+
+    SIZES = 0  # sizes that have varied, as symbols, and floats
+    FLOATS = 1
+    NOTHING = 2
 
 
-def _capture_with(mode: int, code: types.CodeType, *arguments: Any, **options: Any) -> Any:
-    is_static = builder, "tensor_always_has_static_shape", _always_static if mode else _has_static_shape
-    settings = dynamo_config.patch(specialize_float=mode == 2, **_SETTINGS)
+def _capture_with(varying: Varying, code: types.CodeType, *arguments: Any, **options: Any) -> Any:
+    static = True, TensorStaticReason.NOT_TENSOR
+    has_static_shape = _has_static_shape if varying is Varying.SIZES else lambda *_, **__: static
+    is_static = builder, "tensor_always_has_static_shape", has_static_shape
+    settings = dynamo_config.patch(specialize_float=varying is Varying.NOTHING, **_SETTINGS)
     # These loggers print graph breaks over many lines: disable them unless the user enabled them.
     logs_of_breaks = [(each, "disabled", True) for each in _BREAK_LOGS if not each.isEnabledFor(logging.INFO)]
     with (
@@ -134,23 +141,24 @@ def _capture_with(mode: int, code: types.CodeType, *arguments: Any, **options: A
 
 
 def _capture_in_turn(sizes_vary: bool, code: types.CodeType, *arguments: Any, **options: Any) -> Any:
-    """Capture code in the first mode that Dynamo does not fail on, and in that mode from then on.
+    """Capture code with as many varying numbers as Dynamo does not fail on, and with no more from then on.
 
-    The modes: symbols for sizes that vary; static sizes; static sizes and constant floats. The last one is tried for
-    code that was captured before: there a float that varies may be the cause of the failure.
+    Constant floats are tried for code that was captured before: there a float that varies may cause the failure.
     """
-    first, last = max(_modes.get(code, 0), int(not sizes_vary)), 2 if code in _modes else 1
-    for mode in range(first, last + 1):
-        try:  # an error in the guards' log may be gone in the next mode
-            with replaced((_GUARDS_LOG, "disabled", mode < last or _GUARDS_LOG.disabled)):
-                result = _capture_with(mode, code, *arguments, **options)
+    most = _most_varying.get(code, Varying.SIZES)
+    first = most if sizes_vary else max(most, Varying.FLOATS)
+    last = Varying.NOTHING if code in _most_varying else Varying.FLOATS
+    for varying in list(Varying)[first : last + 1]:
+        try:  # an error in the guards' log may be gone in the next try
+            with replaced((_GUARDS_LOG, "disabled", varying < last or _GUARDS_LOG.disabled)):
+                result = _capture_with(varying, code, *arguments, **options)
             break
-        except Exception as error:  # any error; after the last mode Dynamo runs the code uncaptured or fails
-            if mode == last:
+        except Exception as error:  # any error; after the last try Dynamo runs the code uncaptured or fails
+            if varying == last:
                 _give_up(code, error)
                 raise
             log.debug("%s is captured again, with numbers that vary less", code.co_name, exc_info=True)
-    _modes[code] = mode if mode > first else _modes.get(code, 0)
+    _most_varying[code] = varying if varying > first else most
     return result
 
 
@@ -223,8 +231,8 @@ _GOT, _LINE_END = ": got ", r"\n"  # before an error's repr in such a line; a li
 _RAISED = "context: raised exception "  # before an error that traced code did not handle
 _BREAK_LOGS = [logging.getLogger(f"torch._dynamo.{name}") for name in ("exc", "variables.tensor")]
 _GUARDS_LOG = logging.getLogger("torch._guards")
-# For code that Dynamo captured at least once: the first mode of `_capture_in_turn` that it does not fail on.
-_modes: weakref.WeakKeyDictionary[types.CodeType, int] = weakref.WeakKeyDictionary()
+# For code that Dynamo captured at least once: the most numbers that may vary without a failure.
+_most_varying: weakref.WeakKeyDictionary[types.CodeType, Varying] = weakref.WeakKeyDictionary()
 _given_up: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on in every mode
 _innermost = types.SimpleNamespace(hear=lambda: None)  # starts listening for failures in the innermost planned call
 _seconds = types.SimpleNamespace(capturing=0.0)
@@ -342,7 +350,7 @@ def forget_compiled(function: Callable[..., Any]) -> None:
     for index, made in tuple(CleanupManager.instance.refs.items()):
         if orig_code_map.get(made()) is function.__code__:
             CleanupManager.instance._remove_id(index)
-    _modes.pop(function.__code__, None)
+    _most_varying.pop(function.__code__, None)
     get_code_state().pop(CodeId.make(function.__code__), None)
 
 

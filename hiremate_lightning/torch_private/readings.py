@@ -109,13 +109,13 @@ def _without_gradients(function: Callable[..., Any], *arguments: Any) -> Any:
 @contextmanager
 def checkpoints_in_segments() -> Iterator[None]:
     """Capture `checkpoint_sequential` in a `with` block; Dynamo breaks graphs at it, so that its layers get no plan."""
-    rule, answer = {checkpoint_sequential: TorchInGraphFunctionVariable}, {checkpoint_sequential: _inline_segments}
+
+    def inline(_: Any, tracer: Any, *arguments: Any, **named: Any) -> Any:
+        return tracer.inline_user_function_return(VariableTracker.build(tracer, _in_segments), list(arguments), named)
+
+    rule, answer = {checkpoint_sequential: TorchInGraphFunctionVariable}, {checkpoint_sequential: inline}
     with replaced_entries(get_torch_obj_rule_map(), rule), replaced_entries(_handlers, answer):
         yield
-
-
-def _inline_segments(_: Any, tracer: Any, *arguments: Any, **named: Any) -> Any:
-    return tracer.inline_user_function_return(VariableTracker.build(tracer, _in_segments), list(arguments), named)
 
 
 def _in_segments(functions: Any, segments: int, value: Any, use_reentrant: Any = True, **settings: Any) -> Any:
