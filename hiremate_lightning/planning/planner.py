@@ -1,6 +1,7 @@
 """From a step and a budget to a plan: solve, lower, simulate, and refuse solutions that do not fit.
 
-No plan leaves this module unless its simulated peak is within the budget, whichever strategy proposed it.
+A plan leaves this module only if its simulated peak is within the budget, whichever strategy proposed it, or if the
+caller asked for the least memory where nothing fits (`on_infeasible="warn"`).
 """
 
 from __future__ import annotations

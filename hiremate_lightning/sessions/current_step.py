@@ -88,7 +88,7 @@ class CurrentStep:
     expected: StepSignature | None = None  # the signature by whose plan it begins; None if there is no plan
     # Whether it is likely to have a signature without a plan that runs more than the expected one: then all of its
     # graphs run at the least memory.
-    is_unknown: bool = False
+    may_need_more: bool = False
     look: Look | None = None  # whether its memory is measured or its operations timed; None before that is decided
     measurement: StepMeasurement | None = None  # the measurement of its memory; None if not measured
     timed: TimedRun | None = None  # times of its operations; None if not timed

@@ -82,18 +82,18 @@ class GraphPrograms:
         Decisions for other sizes may be solved here; `step.taken_over` has what the step takes over from then on.
 
         If the graph has no backward in the plan of its step, its backward comes in a later step, or never. In the
-        latter case it runs at the least memory: that takes no time, and the plan counts the bytes that it then holds.
+        latter case it runs at the least memory, which takes no time, since nothing is ever computed again.
 
         Raises:
             InfeasibleBudgetError: If the graph alone fits neither the budget nor the free memory.
         """
         profile, ran = self._runtimes.measure_once(runtime), (*step.graphs, runtime.number)
         signature, program = self._history.choose(ran, step.expected, step.start, partial(self._fits_beside, step))
-        if signature is None and not step.is_unknown:
+        if signature is None and not step.may_need_more:
             step.taken_over, forward = self._take_over(step, runtime, ran)
             if forward is not None:
                 return forward
-        if signature is None or step.is_unknown:
+        if signature is None or step.may_need_more:
             return Forward(runtime.number, runtime.captured, profile, self._find_least(step, runtime), Mode.LEAST)
         if program is None:
             waits = any(waiting is runtime for waiting, _ in signature.recorded.unfinished)

@@ -22,7 +22,8 @@ from ..units import format_bytes
 from .offloading import Offloading
 from .planned_model import PlannedModel
 
-MUCH_MORE = 2.0  # times the bytes of a step whose plan saves no memory: smaller steps of its code save none either
+# If the plan of a step saves no memory, steps of other sizes run eager too, up to so many times its bytes.
+MUCH_MORE = 2.0
 
 
 class Mode(Enum):
@@ -43,8 +44,9 @@ def step_mode(facts: ModeFacts) -> Eager | None:
     prediction = facts.prediction
     if prediction is None:  # it may not fit eager
         return None
-    if facts.gains_nothing:  # a later call may show that the step has another signature
+    if facts.gains_nothing:
         given_back = GivenBack(prediction, facts.likely, is_at_its_sizes=bool(facts.called_alike))
+        # A later call may show that the step has another signature.
         return given_back if facts.is_similar(prediction) else None
     if prediction.saved is SavedTensors.IN_MEMORY:
         return Eager(prediction, facts.likely)
@@ -101,7 +103,7 @@ class ModeFacts:
 
     @property
     def needs_plan(self) -> bool:
-        """Whether a planned signature is called so, and gains: its plan recomputes, or no other sizes ran eager yet."""
+        """Whether a plan for these very shapes is to run: it recomputes something, or all sizes so far had plans."""
         keep_all = all(signature.own_plan.solution.keeps_all for signature in self.called_alike)
         return bool(self.called_alike) and not self.gains_nothing and not (self.sizes_vary and keep_all)
 
@@ -110,7 +112,7 @@ class ModeFacts:
         if self.called_alike:
             return self.likely in self.called_alike
         is_much_more = prediction.captured_bytes > MUCH_MORE * self.likely.own_plan.unplanned.peak_bytes
-        return bool(self.likely.is_given_back) or not is_much_more
+        return bool(self.likely.eager_is_no_worse) or not is_much_more
 
     def may_offload(self, prediction: Prediction) -> bool:
         """Whether there is memory for its offloaded tensors; a step that has begun so goes on."""
@@ -180,7 +182,7 @@ class Offloaded(Eager):
 
 @dataclass(frozen=True, slots=True)
 class GivenBack(Eager):
-    """A step runs eager, since the plan of its likely signature gains nothing."""
+    """A step runs eager, since the plan of its likely signature gains nothing: the plan is kept, and not used."""
 
     mode: ClassVar[Mode] = Mode.GIVEN_BACK
     is_at_its_sizes: bool  # whether its calls have the types and shapes of the planned step
@@ -192,7 +194,7 @@ class GivenBack(Eager):
     def is_to_be_measured(self, predictions: EagerPredictions, room_bytes: int) -> bool:
         """Whether to measure it: if its plan saves no memory, until a step has shown whether it takes more."""
         if self.likely.own_plan.saves_nothing:
-            return self.likely.is_given_back is None
+            return self.likely.eager_is_no_worse is None
         return Eager.is_to_be_measured(self, predictions, room_bytes)
 
     def ended(self, model: PlannedModel, measurement: StepMeasurement, budget_bytes: int | None) -> None:
@@ -205,10 +207,10 @@ class GivenBack(Eager):
         if self.is_at_its_sizes:
             plan_bytes = plan.measured.peak_bytes or plan.planned_peak_bytes
         self.likely.ran_without_plan(peak_bytes, plan_bytes)
-        if self.likely.is_given_back is None:
+        if self.likely.eager_is_no_worse is None:
             return
         text = f"A plan of {model.name} saves no memory: such steps run without it from now on."
-        if not self.likely.is_given_back:
+        if not self.likely.eager_is_no_worse:
             found = "was not seen" if peak_bytes is None else f"is {format_bytes(peak_bytes)}"
             text = f"The plan of {model.name} saves little memory. It stays, since the peak without it {found}."
         model.report(text)

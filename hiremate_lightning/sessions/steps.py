@@ -141,7 +141,7 @@ class Steps(Conductor):
         self._eager_steps.choose_mode(step)
         if step.eager is None:
             step.expected = self._history.expect(step.foreseen)
-            step.is_unknown = self._history.begins_unknown(step.foreseen, step.expected)
+            step.may_need_more = self._history.begins_unknown(step.foreseen, step.expected)
         self.watch.begin(step, arguments)
 
     # ---------------------------------------------------------------- the beginning, in detail

@@ -114,7 +114,7 @@ class StepSignature:
     watched: Watched = field(default_factory=Watched)  # which of its steps were watched
     # For a plan that saves no memory under a budget that nothing fits: whether an eager step took no more, None before
     # one showed its peak. For a plan that recomputes nothing: False once an eager step exceeded the budget, else None.
-    is_given_back: bool | None = None
+    eager_is_no_worse: bool | None = None
     eager_tries: int = 0  # number of eager steps that were measured
     # Decisions for all sizes of its code; only the first signature of a code (`of_code`) uses its ladder.
     ladder: Ladder = field(default_factory=Ladder)
@@ -149,7 +149,7 @@ class StepSignature:
             return False
         if plan.exceeds_budget:
             return self.saves_nothing(eager_bytes, free_bytes)
-        if self.is_given_back is False or not (plan.solution.keeps_all and thresholds.current.gives_back):
+        if self.eager_is_no_worse is False or not (plan.solution.keeps_all and thresholds.current.gives_back):
             return False
         return plan.budget.is_whole or eager_bytes <= replace(plan.room, margin_bytes=step.margin_bytes).step_bytes
 
@@ -160,12 +160,12 @@ class StepSignature:
         """
         if not self.own_plan.saves_nothing or self.recorded.waits:
             return False
-        if self.is_given_back is not None:
-            return self.is_given_back
+        if self.eager_is_no_worse is not None:
+            return self.eager_is_no_worse
         return eager_bytes - self.own_plan.planned.peak_bytes < free_bytes()
 
     def ran_without_plan(self, peak_bytes: int | None, plan_bytes: int) -> None:
-        """Set `is_given_back` by the peak of an eager step whose plan saves no memory.
+        """Set `eager_is_no_worse` by the peak of an eager step whose plan saves no memory.
 
         The plan stays if the eager step took more than `plan_bytes`, its peak by the plan, or if `EAGER_TRIES` steps
         did not show their peak (None).
@@ -173,8 +173,8 @@ class StepSignature:
         self.eager_tries += 1
         if peak_bytes is not None or self.eager_tries == EAGER_TRIES:
             most_bytes = thresholds.current.released_peak * plan_bytes
-            self.is_given_back = peak_bytes is not None and peak_bytes <= most_bytes
+            self.eager_is_no_worse = peak_bytes is not None and peak_bytes <= most_bytes
 
     def keep_plan(self) -> None:
         """Run its steps by the plan from now on, since an eager step exceeded the budget."""
-        self.is_given_back = False
+        self.eager_is_no_worse = False

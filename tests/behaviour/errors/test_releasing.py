@@ -36,9 +36,9 @@ def test_a_plan_without_gain_stays_where_a_plain_step_takes_more(peaks, is_given
     """Until a plain step has shown its peak, each is measured; of one that never shows it nothing is known."""
     signature = StepSignature((0,))
     for peak_bytes in peaks:
-        assert signature.is_given_back is None
+        assert signature.eager_is_no_worse is None
         signature.ran_without_plan(peak_bytes, 100)
-    assert signature.is_given_back is is_given_back
+    assert signature.eager_is_no_worse is is_given_back
 
 
 @dataclass

@@ -22,14 +22,14 @@ STEP = RecordedStep((), (), Resident(0, 0), get_strategy("portfolio"), Limits(is
 
 def facts(
     fits: SavedTensors | None = IN_MEMORY,
-    is_gainless: bool = False,
+    gains_nothing: bool = False,
     has_own_plan: bool = False,
     is_begun: bool = False,
     is_worth_capturing: bool = False,
     has_room: bool = True,
 ) -> ModeFacts:
     """Return the facts of a step; `fits` is the fastest mode in which it fits without a plan, None for none."""
-    plan = plan_keeping(*chain(3), ["a0", "a1", "a2"] if is_gainless else [])
+    plan = plan_keeping(*chain(3), ["a0", "a1", "a2"] if gains_nothing else [])
     signature = StepSignature((0,), step=STEP, plan=plan.with_measured(step_ms=1.0))
     predictions = create_autospec(EagerPredictions, instance=True)
     predictions.called_like.return_value = [signature] if has_own_plan else []
@@ -59,9 +59,9 @@ def facts(
         ({"fits": OFFLOADED, "is_worth_capturing": True}, type(None)),
         ({"fits": OFFLOADED, "has_room": False}, type(None)),
         ({"has_own_plan": True}, type(None)),
-        ({"has_own_plan": True, "is_gainless": True}, GivenBack),  # the plan gains nothing
-        ({"has_own_plan": True, "is_gainless": True, "is_begun": True}, GivenBack),
-        ({"is_gainless": True, "is_begun": True, "fits": None}, type(None)),  # a further call is another signature's
+        ({"has_own_plan": True, "gains_nothing": True}, GivenBack),  # the plan gains nothing
+        ({"has_own_plan": True, "gains_nothing": True, "is_begun": True}, GivenBack),
+        ({"gains_nothing": True, "is_begun": True, "fits": None}, type(None)),  # a further call is another signature's
     ],
 )
 def test_a_step_runs_in_the_first_mode_open_to_it(known, mode, change_thresholds):
