@@ -33,7 +33,7 @@ from hiremate_lightning.planning.solvers.base import (
     get_strategy,
     replay_solution,
 )
-from hiremate_lightning.planning.solvers.least_memory import smallest_budget
+from hiremate_lightning.planning.solvers.least_memory import solve_least_memory
 from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.offload import fastest_choice, least_bytes, offload_bound
 from hiremate_lightning.records.costs import A100, Link, Machine
@@ -120,7 +120,7 @@ def solved(whole: Problem, eager_bytes: int) -> tuple[dict[float, Solution], lis
     found = {
         share: get_strategy("portfolio")(replace(whole, budget_bytes=int(share * eager_bytes))) for share in SHARES
     }
-    smallest = smallest_budget(replace(whole, budget_bytes=eager_bytes))
+    smallest = solve_least_memory(replace(whole, budget_bytes=eager_bytes))
     schedules = [s.recompute for s in (*found.values(), smallest) if s.is_feasible]
     return found, list(dict.fromkeys([keep_all(whole.graph), *schedules]))
 
@@ -148,7 +148,7 @@ def write(name: str, is_toy: bool, limit_s: float) -> None:
         whole = problem_of(step, machine, gb_per_s, limit_s)
         eager_bytes = simulate_eager(whole.graph, whole.profile).peak_bytes
         if not known:
-            smallest = smallest_budget(replace(whole, budget_bytes=eager_bytes)).peak_bytes / eager_bytes
+            smallest = solve_least_memory(replace(whole, budget_bytes=eager_bytes)).peak_bytes / eager_bytes
             print(f"## {name}\n\nPlain: {format_bytes(eager_bytes)}. Smallest budget: {100 * smallest:.1f} %", end="")
         if machine not in known:
             known[machine] = solved(whole, eager_bytes)

@@ -35,7 +35,7 @@ from zoo.papers import PAPERS
 
 from hiremate_lightning.planning.comparing import Outcome, methods_to_compare, outcome_of, proven_ms
 from hiremate_lightning.planning.solvers.base import Problem, SolveOptions
-from hiremate_lightning.planning.solvers.least_memory import smallest_budget
+from hiremate_lightning.planning.solvers.least_memory import solve_least_memory
 from hiremate_lightning.records.costs import step_time_ms
 
 TFLOPS, GB_PER_S = 16.3, 672  # Quadro RTX 8000, single precision, by its data sheet
@@ -75,7 +75,7 @@ def capture(name: str, folder: Path) -> Network:
     device = torch.device("cuda")
     captured = capture_offline(Workload(build, name), OfflineOptions(device, loss="model"))
     step = captured.estimated(rates_of(device, TFLOPS, GB_PER_S))
-    least = smallest_budget(Problem(step.graph, step.profile, 0))
+    least = solve_least_memory(Problem(step.graph, step.profile, 0))
     network = Network(
         name,
         PAPERS[name].about,

@@ -31,7 +31,7 @@ from hiremate_lightning.planning.headroom import Room, unless_short
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.solvers.base import UNLIMITED, Problem, get_strategy
-from hiremate_lightning.planning.solvers.least_memory import smallest_budget
+from hiremate_lightning.planning.solvers.least_memory import solve_least_memory
 from hiremate_lightning.records.simulation import simulate_eager
 from hiremate_lightning.records.step import Call, MergedStep, merge
 from hiremate_lightning.units import Budget
@@ -83,7 +83,7 @@ def least_row(name: str, step: MergedStep, repeats: int) -> str:
     problem, seconds = Problem(step.graph, step.profile, UNLIMITED), list[float]()
     for _ in range(repeats):
         start = time.process_time()
-        smallest = smallest_budget(problem)
+        smallest = solve_least_memory(problem)
         seconds.append(time.process_time() - start)
     share = smallest.peak_bytes / simulate_eager(step.graph, step.profile).peak_bytes
     nodes = len(step.graph.forward) + len(step.graph.backward)

@@ -45,7 +45,7 @@ from hiremate_lightning.measuring.profiling import CostCache, measure
 from hiremate_lightning.memory.allocator import in_blocks
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.planning.solvers.base import UNLIMITED, Problem, SolveOptions, get_strategy
-from hiremate_lightning.planning.solvers.least_memory import smallest_budget
+from hiremate_lightning.planning.solvers.least_memory import solve_least_memory
 from hiremate_lightning.records.expressions import Sizes, find_expression
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import allocations, simulate
@@ -256,7 +256,7 @@ class Trial:
         self.planned = [by_part[runtime] for runtime, *_ in self.steps.calls]
         self.samples = self._merged()
         problem = Problem(self.samples[-1].graph, self.samples[-1].profile, UNLIMITED, SolveOptions(time_limit_s=2))
-        least = smallest_budget(problem)
+        least = solve_least_memory(problem)
         kept = simulate(problem.graph, problem.profile, lower(problem.graph, keep_all(problem.graph))).peak_bytes
         middle = get_strategy("portfolio")(replace(problem, budget_bytes=(least.peak_bytes + kept) // 2))
         self.chosen = dict(zip(CHOICES, (keep_all(problem.graph), middle.recompute, least.recompute), strict=True))

@@ -25,7 +25,7 @@ from solvers import load, names_of
 
 from hiremate_lightning.planning.solvers.base import Problem, SolveOptions, get_strategy
 from hiremate_lightning.planning.solvers.choices import Policy
-from hiremate_lightning.planning.solvers.least_memory import smallest_budget
+from hiremate_lightning.planning.solvers.least_memory import solve_least_memory
 from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.turn_point import lower_bound
 
@@ -97,7 +97,7 @@ def main() -> None:
     for name in names:
         whole = load(options.folder, name)
         model = StepModel(whole)
-        heuristic = smallest_budget(replace(whole, budget_bytes=0)).peak_bytes
+        heuristic = solve_least_memory(replace(whole, budget_bytes=0)).peak_bytes
         too_small = proven_bytes(model, heuristic)
         solved = smallest_solved(whole, too_small, heuristic, options.limit)
         checkpointed = checkpoint_per_block(model, BLOCKS.get(name, FIRST_LIST))

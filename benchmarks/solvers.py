@@ -25,7 +25,7 @@ from graph_files import read_step
 from provenance import provenance
 
 from hiremate_lightning.planning.solvers.base import Problem, SolveOptions, get_strategy, strategy_names
-from hiremate_lightning.planning.solvers.least_memory import smallest_budget
+from hiremate_lightning.planning.solvers.least_memory import solve_least_memory
 from hiremate_lightning.planning.solvers.model import StepModel
 
 
@@ -94,7 +94,7 @@ def main() -> None:
     limits = SolveOptions(options.limit, backend=options.backend)
     for name in names:
         whole = make_different(load(options.folder, name)) if options.different else load(options.folder, name)
-        smallest = smallest_budget(replace(whole, budget_bytes=0))
+        smallest = solve_least_memory(replace(whole, budget_bytes=0))
         share = 100 * smallest.peak_bytes / whole.budget_bytes
         least = (name, "", f"{share:.1f} %", "least memory", *[""] * 7, f"{smallest.solve_s:.1f}")
         sys.stdout.write(page_tables.row(*least))

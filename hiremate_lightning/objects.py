@@ -59,3 +59,8 @@ def attempt(look: Callable[[], _T], otherwise: _T, what: str) -> _T:
     except Exception as error:  # whatever a user's code raises
         _log_once("%s is left alone, since a look at it fails: %s", what, type(error).__name__, topic=what)
         return otherwise
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    """List the parameters in the groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

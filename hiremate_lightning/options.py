@@ -219,7 +219,7 @@ class SessionOptions:
         'Most bytes of the host\'s memory for offloaded values, of this process ("64 GiB", an int); "auto" for '
         "half of what is free as planning begins, shared by the processes of a machine.",
         allowed='bytes such as "64 GiB", or "auto"',
-        is_allowed=lambda value: parse_budget(value).share is None,
+        is_allowed=lambda value: not parse_budget(value).is_share,
         read=parse_budget,
         flag={"help": "most bytes of the host for values offloaded", "metavar": "BYTES"},
     )

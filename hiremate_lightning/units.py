@@ -42,6 +42,11 @@ class Budget:
     share: float | None = None
 
     @property
+    def is_share(self) -> bool:
+        """Whether it is a share of the bytes that the eager step adds."""
+        return self.share is not None
+
+    @property
     def is_auto(self) -> bool:
         """Whether the budget is "auto"."""
         return self.size_bytes is None and self.share is None

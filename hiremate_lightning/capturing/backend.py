@@ -33,9 +33,8 @@ from .capture import Captured, capture, order_of_gradients
 from .each_size import EachSize, Runner, RuntimeSource, Smaller, TraceAhead, TracedCode
 from .same_captures import SameCaptures
 
-MakeRuntime = Callable[
-    [Captured], Any
-]  # makes the `running.execution.GraphRuntime` that runs in place of a joint graph
+# Makes the `running.execution.GraphRuntime` that runs in place of a joint graph.
+MakeRuntime = Callable[[Captured], Any]
 Prove = Callable[[fx.GraphModule, Runner, Any, Smaller | None], Runner]
 
 
@@ -187,11 +186,8 @@ class _Compilation:
             except OtherTermsError as error:
                 log.debug("tracing again, with other terms of gradients")
                 self.contributions = Contributions(inputs, error.terms, is_settled=True)
-        contributions, statistics, is_planned = (
-            self.contributions,
-            _running_statistics(module),
-            self.runtime is not None,
-        )
+        contributions, statistics = self.contributions, _running_statistics(module)
+        is_planned = self.runtime is not None
 
         def run_whole(*arguments: Any) -> Any:
             with tensor_state.changes_uncounted([arguments[position] for position in statistics]):

@@ -142,7 +142,7 @@ def read(asked: argparse.Namespace) -> None:
     for name, (allowed, message) in WORDS.items():
         if name in values and values[name] not in allowed:
             raise ConfigurationError(message.format(values[name], did_you_mean(values[name], allowed)))
-    if hasattr(asked, "max_overhead") and asked.budget.share is not None:
+    if hasattr(asked, "max_overhead") and asked.budget.is_share:
         raise ConfigurationError("A share is of what grows with the batch: give --budget as bytes, or auto.")
     if hasattr(asked, "fsdp"):
         _check_step(asked)
@@ -175,7 +175,7 @@ def _check_counts(asked: argparse.Namespace, text: str) -> None:
         return
     if not hasattr(asked, "html"):
         raise ConfigurationError(f"Only plan takes several numbers of GPUs: expected one, found --fsdp {text}")
-    if asked.budget.share is not None:
+    if asked.budget.is_share:
         raise ConfigurationError("A share is of what a step adds, which --fsdp changes: give --budget as bytes.")
     if asked.html is not None or asked.svg is not None:
         raise ConfigurationError("A page or a picture is of one plan: name one number, such as --fsdp 8.")

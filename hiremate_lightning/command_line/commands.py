@@ -25,7 +25,7 @@ from ..planning.plan import Plan
 from ..planning.planner import make_plan
 from ..planning.solvers.base import UNLIMITED, Problem, SolveOptions
 from ..planning.solvers.worker import apart, check_strategy
-from ..records.costs import Link, step_time_ms
+from ..records.costs import Link
 from ..records.expressions import Line, SizesDifferError
 from ..records.offload import Host, storages_in
 from ..records.step import MergedStep
@@ -169,7 +169,7 @@ def _plan_on(work: _Work, shards: int, on_infeasible: str = "raise") -> tuple[Of
 
     def solve(step: MergedStep, on_infeasible: str, host: Host = Host(0)) -> Plan:
         options = SessionOptions(time_limit_s=asked.time_limit_s, on_infeasible=on_infeasible, solver=asked.solver)
-        progress = work.reporter.solving(step_time_ms(step.graph, step.profile))
+        progress = work.reporter.solving(step.graph, step.profile)
         made = unless_short(make_plan(step, room, options, captured.name, progress=progress, host=host))
         planning = replace(made.planning, capture_s=captured.capture_s)
         return replace(made, planning=planning, resident_parts=tuple(captured.resident.items()))
@@ -287,7 +287,7 @@ def _solved_by_each(work: _Work, problem: Problem, named: dict[int, str], method
     """Solve under the user's budgets first; Ctrl-C ends the solves once there is an outcome."""
     outcomes: list[Outcome] = []
     bounds: list[tuple[int, float | None]] = []
-    options = replace(problem.options, progress=work.reporter.solving(problem.step_ms))
+    options = replace(problem.options, progress=work.reporter.solving(problem.graph, problem.profile))
     try:
         for budget_bytes, words in named.items():
             asked = replace(problem, budget_bytes=budget_bytes, options=options)

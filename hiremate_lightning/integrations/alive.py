@@ -11,6 +11,7 @@ from ..api import inside_wrappers
 from ..calls.refused import refuse
 from ..calls.replaced import take_compiled
 from ..errors import ConfigurationError
+from ..objects import parameters_of
 from ..targets.candidates import has_weights
 from ..targets.modules import targets_of
 from ..targets.training_step import plans_step_of
@@ -31,8 +32,7 @@ class Alive:
         self.optimizers = [
             o for o in optimizers if not isinstance(getattr(o, "optimizer", None), torch.optim.Optimizer)
         ]
-        groups = (group for o in self.optimizers for group in o.param_groups)
-        self._parameter_ids = {id(p) for group in groups for p in group["params"]}
+        self._parameter_ids = {id(p) for o in self.optimizers for p in parameters_of(o)}
 
     def knows(self, module: nn.Module) -> bool:
         """Whether any of a module's parameters is in an optimizer."""
@@ -41,7 +41,7 @@ class Alive:
     def optimizers_of(self, root: nn.Module) -> list[torch.optim.Optimizer]:
         """List the optimizers that have any of a model's parameters."""
         ids = {id(p) for p in root.parameters()}
-        return [o for o in self.optimizers if any(id(p) in ids for group in o.param_groups for p in group["params"])]
+        return [o for o in self.optimizers if any(id(p) in ids for p in parameters_of(o))]
 
     def model_around(self, module: nn.Module) -> nn.Module:
         """Return the outermost module that contains one, without wrappers; of several, that with most parameters."""

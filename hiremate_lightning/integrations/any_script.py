@@ -28,6 +28,7 @@ from ..calls.replaced import CompiledCall, take_compiled
 from ..calls.slots import Slot
 from ..errors import ConfigurationError, HiRemateError
 from ..housekeeping import Once
+from ..objects import parameters_of
 from ..planning.plan import Plan
 from ..sessions.session import Session
 from ..targets.candidates import has_weights
@@ -279,7 +280,7 @@ class Finder:
         """Count an optimizer step; end a dry run once all plans are measured or `MOST_DRY_STEPS` have run."""
         self._optimizers.add(optimizer)
         self.seen.updates += 1
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         if not self.trained:
             by_script = planned_module_with(parameters)
             if by_script is not None:

@@ -28,9 +28,7 @@ class _RecordedCalls:
         self._record = measurement
         self.planned = measurement.planned
         self.place = {run.index: position for position, run in enumerate(self.planned)}  # the call of each run
-        self.backwards = [
-            measurement.runs[index] for index in dict.fromkeys(measurement.backwards)
-        ]  # in order of execution
+        self.backwards = [measurement.runs[index] for index in dict.fromkeys(measurement.backwards)]  # as executed
         self._span_at = {span.label: position for position, span in enumerate(measurement.spans)}
         self._ends = [Event.FORWARD.of(run.index) for run in self.planned[1:]]  # ends of the code after each forward
         self._ends += [Event.BACKWARD.of(run.index) for run in self.backwards[:1]]
@@ -57,17 +55,14 @@ class _RecordedCalls:
         # The uncaptured code after the forward runs until the next forward, or until the first backward.
         done, mark = Event.FORWARD_DONE.of(run.index), self._ends[number]
         lived = [(i, t) for i, t in self._alive_at(done) if i <= run.index]
-        died = list[Output]()
-        if (
-            self._spans(done, mark) and mark in measurement.alive_at
-        ):  # died: no longer alive, and not saved by their run
+        died = list[Output]()  # no longer alive, and not saved by their run
+        if self._spans(done, mark) and mark in measurement.alive_at:
             alive = set(self._alive_at(mark))
             died = [(i, t) for i, t in lived if (i, t) not in alive and not measurement.runs[i].saves(t)]
         stages, called_at = self._stages(run, mark, lived, died)
         is_alone = not died and all(i == run.index for i, _ in lived)
-        unknown = (
-            [] if is_alone else [OutsideStage(held=tuple(lived))]
-        )  # it is unknown when they die: a plan may save some
+        # It is unknown when they die: a plan may save some.
+        unknown = [] if is_alone else [OutsideStage(held=tuple(lived))]
         begun = self._between(START, Event.FORWARD.of(run.index)) or Gap()
         ended = self._between(Event.BACKWARD_DONE.of(run.index), Event.ENDED.of(run.index)) or Gap()
         before = self.backwards.index(run)

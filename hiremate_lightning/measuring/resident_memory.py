@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..memory.allocator import storage_bytes
+from ..objects import parameters_of
 from ..running.execution import GraphRuntime, Saved
 from ..torch_private import sharding, tensor_state
 from ..units import format_bytes
@@ -88,7 +89,7 @@ class ResidentMemory:
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Record the step of an optimizer; return whether it used gradients of the model."""
         parameters = {id(p) for p in self._parameters()}
-        if not any(id(p) in parameters for group in optimizer.param_groups for p in group["params"]):
+        if not any(id(p) in parameters for p in parameters_of(optimizer)):
             return False
         self.optimizers.add(optimizer)
         self._have_stepped.add(optimizer)
@@ -99,8 +100,7 @@ class ResidentMemory:
     @property
     def all_stepped(self) -> bool:
         """Whether optimizers of all trained parameters have stepped."""
-        groups = (group for optimizer in self._have_stepped for group in optimizer.param_groups)
-        updated = {id(p) for group in groups for p in group["params"]}
+        updated = {id(p) for optimizer in self._have_stepped for p in parameters_of(optimizer)}
         lent = {id(whole) for whole, _ in sharding.whole_parameters(self.root)}
         trained = (p for p in self._parameters() if p.requires_grad and p.is_leaf and id(p) not in lent)
         return all(id(p) in updated for p in trained)
@@ -109,7 +109,7 @@ class ResidentMemory:
     def has_state_of_each(self) -> bool:
         """Whether each optimizer that has stepped has state for all of its parameters or for none; L-BFGS does not."""
         used = (o for o in self._have_stepped if o.state)
-        return all(p in o.state for o in used for group in o.param_groups for p in group["params"])
+        return all(p in o.state for o in used for p in parameters_of(o))
 
     def has_grown(self) -> bool:
         """Whether there is more optimizer state, or more gradients, than in any count so far."""

@@ -20,7 +20,7 @@ from .solvers.base import (
     strategy_names,
     with_decisions,
 )
-from .solvers.least_memory import smallest_budget
+from .solvers.least_memory import solve_least_memory
 from .solvers.model import StepModel
 from .solvers.turn_point import lower_bound
 from .solvers.worker import apart
@@ -69,7 +69,7 @@ def curve(problem: Problem, points: int = DEFAULT_POINTS, solve: Strategy | None
 
     The solves share the problem's time limit. The search for the least memory ends early within the problem's budget.
     """
-    smallest, everything = replace(smallest_budget(problem), status=Status.FEASIBLE), keeping_everything(problem)
+    smallest, everything = replace(solve_least_memory(problem), status=Status.FEASIBLE), keeping_everything(problem)
     solved = Curve(problem, (smallest,), ())
     between_bytes = everything.peak_bytes - smallest.peak_bytes
     options = replace(problem.options, time_limit_s=problem.options.time_limit_s / points)

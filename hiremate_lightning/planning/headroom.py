@@ -19,7 +19,7 @@ from ..records.step import Decisions
 from ..units import Budget, format_bytes
 from .solutions import Solutions
 from .solvers.base import Problem, Solution, Status, replay_solution, with_decisions
-from .solvers.least_memory import SEARCH_S, smallest_budget
+from .solvers.least_memory import SEARCH_S, solve_least_memory
 from .solvers.offload import least_with_offloads
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def least_need(
         return Need(problem, as_decided(problem, decided), resident_bytes)
     limit_s = NAMING_SHARE * min(problem.options.time_limit_s, SEARCH_S)
     hurried = replace(problem, budget_bytes=0, options=replace(problem.options, time_limit_s=limit_s))
-    smallest = smallest_budget(hurried)
+    smallest = solve_least_memory(hurried)
     solutions.remember(problem, smallest)
     return Need(problem, least_with_offloads(problem, smallest), resident_bytes)
 
@@ -160,7 +160,7 @@ class Short:
             whose = f"Another process of this training has {less} less than this one for its step. "
         if need.smallest.offloads:
             offloads = f"puts {format_bytes(simulation.host_bytes)} in the host's memory and "
-        if self.room.budget.share is not None:
+        if self.room.budget.is_share:
             share = f", {100 * max(need.share for need in self.needs):.1f}% of what the unplanned step adds"
         return InfeasibleBudgetError(
             f"The budget {self.room.budget} ({budget_bytes:,} bytes) is too small for {self.target or 'this model'}. "

@@ -23,7 +23,7 @@ from .plan import Plan, PlanningTime
 from .shared_solving import agreed
 from .solutions import Solutions
 from .solvers.base import CLOCK, Problem, Solution, SolveOptions, Status, Strategy, keeping_everything, replay_solution
-from .solvers.least_memory import smallest_budget
+from .solvers.least_memory import solve_least_memory
 from .solvers.offload import least_with_offloads
 from .solvers.worker import apart, check_strategy
 
@@ -94,7 +94,7 @@ def make_plan(
         solution, profile = _solve(guarded, options, strategy, problem is rank_problem)
     if not _fits(problem, solution):
         if decided is None:
-            smallest = smallest_budget(problem)
+            smallest = solve_least_memory(problem)
             if smallest.peak_bytes > problem.budget_bytes:
                 smallest = least_with_offloads(problem, smallest)
             solution = replace(smallest, stopped_by=solution.stopped_by or smallest.stopped_by)
@@ -154,7 +154,7 @@ def first_solution(
     solutions = Solutions(options.cache_dir)
     if (stored := solutions.read(problem, LEAST)) is not None:
         return stored[0]
-    smallest = smallest_budget(problem)
+    smallest = solve_least_memory(problem)
     if _fits(problem, smallest):
         solutions.write(problem, LEAST, smallest)
         return smallest

@@ -26,6 +26,8 @@ from rich.text import Text
 from .. import thresholds
 from ..housekeeping import log
 from ..planning.plan import Plan, PlanningTime, measured_line, near_words, plan_title, planned_lines, planning_words
+from ..records.costs import Profile, step_time_ms
+from ..records.graph import Graph
 from ..units import format_ratio
 from .html_report import write_html
 from .plan_summary import advice_lines
@@ -144,12 +146,13 @@ class Reporter:
             detail = description if total is None else f"{completed:g}/{total:g} {description}"
             self._progress.update(self._progress.task_ids[-1], completed=completed, total=total, detail=detail)
 
-    def solving(self, step_ms: float) -> Callable[[float, float], None]:
-        """Return a `SolveOptions.progress` that shows the progress of a solve; `step_ms` is the eager step's time.
+    def solving(self, graph: Graph, profile: Profile) -> Callable[[float, float], None]:
+        """Return a `SolveOptions.progress` that shows the progress of a solve.
 
         It takes the recompute time of the incumbent (infinite before the first one) and the proven bound, in
         milliseconds.
         """
+        step_ms = step_time_ms(graph, profile)
 
         def show(best_ms: float, bound_ms: float) -> None:
             if step_ms and math.isinf(best_ms):

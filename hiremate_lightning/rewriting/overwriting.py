@@ -119,7 +119,7 @@ def candidates_of(node: fx.Node, unsettled: Collection[fx.Node] = ()) -> list[tu
     return [(i, a) for i, a in taken if a not in unsettled and nodes.lies_as(a.meta["val"], result)]
 
 
-def traced_strides(node: fx.Node, dying: int) -> Strides:
+def result_strides(node: fx.Node, dying: int) -> Strides:
     """Return the positions of the tensors among an operation's arguments, with their traced strides.
 
     If the operation is not pointwise, return only the overwritten argument, at the position `dying`.
@@ -137,7 +137,7 @@ def traced_strides(node: fx.Node, dying: int) -> Strides:
 def overwriting(target: Any, position: int) -> Callable[..., torch.Tensor]:
     """Return a function that runs an operator and writes the result into the argument at a position if that is safe.
 
-    Its first argument is the result of `traced_strides`, the others are the operator's. It allocates the result if
+    Its first argument is the result of `result_strides`, the others are the operator's. It allocates the result if
     strides differ from the traced ones: the result might have other strides, or elements might share memory.
     """
     into, name = _INTO.get(target) or _INTO_FIRST.get(target) or (target, "out")
@@ -327,7 +327,7 @@ class Finish:
                 yield step, step.target, step.args
             else:
                 dying = step.args.index(value)
-                yield step, overwriting(step.target, dying), (traced_strides(step, dying), *step.args)
+                yield step, overwriting(step.target, dying), (result_strides(step, dying), *step.args)
             value = step
 
 

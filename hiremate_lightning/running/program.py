@@ -23,7 +23,7 @@ from ..records.schedule import Compute, CopyIn, Copying, CopyOut, Free, Operatio
 from ..rewriting.contributions import additions
 from ..rewriting.kernels import as_eager, needs_traced_layout
 from ..rewriting.nodes import is_collective, reshaped
-from ..rewriting.overwriting import overwriting, traced_strides
+from ..rewriting.overwriting import overwriting, result_strides
 from ..rewriting.replays import DRAW_AGAIN, call_of, is_state, state_arguments
 from ..rewriting.straight_line import compiled
 from ..torch_private import aot, captured_code, tensor_state
@@ -311,7 +311,7 @@ class _Emitter:
             target = aten.view.default  # the same result in a third of the time
         if node in self._absence.overwrites:
             dying = self._absence.overwrites[node]
-            target, args = overwriting(node.target, dying), (traced_strides(node, dying), *args)
+            target, args = overwriting(node.target, dying), (result_strides(node, dying), *args)
         if self._absence.values and record.direction is Direction.BACKWARD and (read := reshaped(node)) is not None:
             # A missing term makes a sum its other term, whose strides may let eager PyTorch return a view.
             target, args = aten.reshape.default, (self._value_of(read), node.args[1])

@@ -94,7 +94,7 @@ class EagerSteps:
         if self._model.options.budget.is_whole:
             return sys.maxsize
         rooms = [signature.own_plan.room for signature in self._history.planned]
-        if self._model.options.budget.share is None:
+        if not self._model.options.budget.is_share:
             most_resident_bytes = max(room.resident_bytes for room in rooms)
             rooms = [replace(room, resident_bytes=most_resident_bytes) for room in rooms]
         return max(room.step_bytes for room in rooms)

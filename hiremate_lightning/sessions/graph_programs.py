@@ -21,9 +21,9 @@ from ..memory.allocator import alone, free_bytes
 from ..planning.headroom import Room, guard_bytes, unless_short
 from ..planning.ladder import Ladder, fastest_that_fits
 from ..planning.planner import first_solution
-from ..planning.solvers.base import UNLIMITED, Problem, SolveOptions, replay
-from ..planning.solvers.least_memory import smallest_budget
-from ..records.costs import Profile, step_time_ms
+from ..planning.solvers.base import UNLIMITED, Problem, SolveOptions
+from ..planning.solvers.least_memory import solve_least_memory
+from ..records.costs import Profile
 from ..records.graph import Graph
 from ..records.schedule import Schedule, keep_all, lower
 from ..records.step import Decisions, MergedStep, Replays
@@ -129,9 +129,8 @@ class GraphPrograms:
             whole, places = recorded.merge(), [place for place in recorded.places if place < len(begun)]
             before = [begun[place].decisions(step.forwards[place].captured.graph) for place in places]
             decisions = _going_on(whole, before, plan.solution.recompute)
-            peak_bytes = replay(Problem(whole.graph, whole.profile, 0), decisions).peak_bytes
             room = recorded.room(plan.budget, max(plan.budget_bytes, plan.planned_peak_bytes))
-            self._fits[signature, begun] = peak_bytes <= room.step_bytes
+            self._fits[signature, begun] = whole.peak_bytes(decisions) <= room.step_bytes
         return self._fits[signature, begun]
 
     # ---------------------------------------------------------------- the least memory
@@ -145,7 +144,7 @@ class GraphPrograms:
         """
         if runtime not in self._least:
             options, is_alone = self._model.options, world_size() == 1
-            is_checked = is_alone and options.budget.share is None and options.on_infeasible == "raise"
+            is_checked = is_alone and not options.budget.is_share and options.on_infeasible == "raise"
             with self._reporter.stage("solving"), collecting_what_it_leaves():
                 profile, captured = self._runtimes.measure_once(runtime), runtime.captured
                 whole = alone(*_without_doubtful(captured, profile), captured.device)
@@ -156,7 +155,7 @@ class GraphPrograms:
                     else Room(options.budget, UNLIMITED),
                     options,
                     self._model.name,
-                    self._reporter.solving(step_time_ms(captured.graph, profile)),
+                    self._reporter.solving(captured.graph, profile),
                     # The bytes that a first step may take beyond the budget: none if it can get no plan.
                     lambda: 0 if self._model.warn_if_full() else free_bytes(self._model.memory.device),
                     self._model.offloading.reserve(whole, [captured]),
@@ -288,22 +287,20 @@ class GraphPrograms:
         They leave some of the room free, so that somewhat larger steps fit too. Nothing is solved if the least memory
         was tried before in as much room.
         """
-        limit_bytes = room.solved_bytes
         share = room.step_bytes / max(1, step.peak_bytes(keep_all(step.graph)))
-        fitting = (decisions for decisions in ladder.decisions if step.peak_bytes(decisions) <= limit_bytes)
-        if share <= ladder.least_share or next(fitting, None) is not None:
+        if share <= ladder.least_share or fastest_that_fits(step, room, ladder.decisions) is not None:
             return  # some known decisions fit the whole step, but not after the graphs that have run already
         log.debug("searching for the least memory at all sizes")
         with self._reporter.stage("solving"), collecting_what_it_leaves():
-            progress = self._reporter.solving(step_time_ms(step.graph, step.profile))
+            progress = self._reporter.solving(step.graph, step.profile)
             limits = SolveOptions(self._model.options.time_limit_s, progress=progress)
-            least = smallest_budget(Problem(step.graph, step.profile, limit_bytes, limits))
+            least = solve_least_memory(Problem(step.graph, step.profile, room.solved_bytes, limits))
             leaving_some = Room(room.budget, int(HEADROOM * room.step_bytes))
             if step.peak_bytes(least.recompute) < leaving_some.step_bytes and self._model.has_place:
                 ladder.rungs.append(self._maker.decide(step, leaving_some, LIMIT_S).recompute)
                 return
         ladder.least = least.recompute
-        if step.peak_bytes(ladder.least) > limit_bytes:
+        if step.peak_bytes(ladder.least) > room.solved_bytes:
             ladder.least_share = share
 
 

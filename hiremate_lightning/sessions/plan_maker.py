@@ -18,7 +18,6 @@ from ..planning.shared_solving import announce, shared
 from ..planning.solutions import Solutions, remembering
 from ..planning.solvers import worker
 from ..planning.solvers.base import Problem, Solution, SolveOptions, Strategy
-from ..records.costs import step_time_ms
 from ..records.expressions import SizesDifferError
 from ..records.offload import Host
 from ..records.step import MergedStep
@@ -58,9 +57,11 @@ class PlanMaker:
         # all the time, and each change would be another budget.
         self._auto_bytes: int | None = None
 
-    def new_limits(self) -> Limits:
-        """Return the limits of a step signature before any of its steps had a budget."""
-        return Limits(self._model.options.budget.share is not None)
+    def note_state(self, resident: Resident) -> bool:
+        """Store the bytes of optimizer state in the memory before a step; return whether they are more than ever."""
+        has_grown = resident.state_bytes > self.state_bytes
+        self.state_bytes = max(self.state_bytes, resident.state_bytes)
+        return has_grown
 
     def find_room(self, step: MergedStep, resident: Resident, signature: StepSignature | None = None) -> Room:
         """Find the bytes that a step may take, within the largest budget of all step signatures.
@@ -74,7 +75,7 @@ class PlanMaker:
 
     def _others_budget_bytes(self, signature: StepSignature | None) -> int:
         """Return the largest budget of the other planned step signatures; 0 if the budget is not a share."""
-        if self._model.options.budget.share is None:
+        if not self._model.options.budget.is_share:
             return 0
         other_signatures = (other for other in self._history.planned if other is not signature)
         return max((other.recorded.limits.own_bytes for other in other_signatures), default=0)
@@ -84,7 +85,7 @@ class PlanMaker:
             self._auto_bytes = resolve(Budget(), resident.size_bytes, 0, free_bytes(self._model.memory.device))
         if self._model.options.budget.is_auto:
             return self._auto_bytes
-        if self._model.options.budget.share is None:
+        if not self._model.options.budget.is_share:
             return resolve(self._model.options.budget, 0, 0, 0)
         of_others = (self._eager_bytes(other) for other in self._history.planned if other is not signature)
         added_bytes = max(step.eager_bytes + resident.eager_waiting_bytes, *of_others, 0)
@@ -166,7 +167,7 @@ class PlanMaker:
             order=tuple(order),
             resident=resident,
             solve=self._new_solve(),
-            limits=self.new_limits(),
+            limits=Limits(self._model.options.budget.is_share),
             unfinished=tuple((run.runtime, run.program.schedule) for run in measurement.unfinished),
             is_provisional=measurement.has_dropped_by_plan,
         )
@@ -174,7 +175,7 @@ class PlanMaker:
     def anew(self, step: RecordedStep) -> RecordedStep:
         """Return a copy of a foreseen step that was not planned yet: without corrections and limits."""
         untried = replace(step, corrections=0, keeps_on_device=False, counts_on_freed_gradients=False, decided=())
-        return replace(untried, solve=self._new_solve(), limits=self.new_limits())
+        return replace(untried, solve=self._new_solve(), limits=Limits(self._model.options.budget.is_share))
 
     def _new_solve(self) -> Strategy:
         name = self._model.options.solver
@@ -196,7 +197,7 @@ class PlanMaker:
                 replace(options, on_infeasible="warn") if recorded.is_provisional else options,
                 target=self._model.name,
                 solve=recorded.solve,
-                progress=self._reporter.solving(step_time_ms(step.graph, step.profile)),
+                progress=self._reporter.solving(step.graph, step.profile),
                 decided=step.join(recorded.decided) if recorded.decided else None,
                 host=self._reserve_host(recorded),
             )
@@ -260,16 +261,15 @@ class PlanMaker:
         """Solve a step that gets no plan of its own, within `limit_s`; find its least memory if nothing fits."""
         options = self._model.options
         options = replace(options, on_infeasible="warn", time_limit_s=min(limit_s, options.time_limit_s))
-        progress = self._reporter.solving(step_time_ms(step.graph, step.profile))
+        progress = self._reporter.solving(step.graph, step.profile)
         plan = make_plan(step, room, options, self._model.name, progress=progress)
         return unless_short(plan).solution
 
     def with_proofs(self, plan: Plan) -> Plan:
         """Return a plan with the present state of the proofs; the plan itself if it has that."""
         proved, rounded = self._model.proofs.words(), self._model.proofs.rounded()
-        return (
-            plan if (plan.proved, plan.rounded) == (proved, rounded) else replace(plan, proved=proved, rounded=rounded)
-        )
+        is_new = (plan.proved, plan.rounded) != (proved, rounded)
+        return replace(plan, proved=proved, rounded=rounded) if is_new else plan
 
     def _reserve_host(self, recorded: RecordedStep) -> Host:
         """Reserve and return the host memory to which a recorded step may offload values."""

@@ -27,6 +27,7 @@ from ..planning.plan import Plan
 from ..rewriting.nodes import may_choose_anew
 from ..running.execution import GraphRuntime
 from ..signatures.history import CERTAIN, starts_so
+from ..signatures.limits import Limits
 from ..signatures.recorded_step import RecordedStep
 from ..signatures.shortage import HELD_STEPS, Shortage
 from ..signatures.step_signature import StepSignature
@@ -68,7 +69,7 @@ class PlannedSignatures:
         with self._undone_on_failure():
             self._model.options = replace(self._model.options, budget=budget)
             for signature in self._history.recorded:
-                self._history.record(signature, replace(signature.recorded, limits=self.maker.new_limits()))
+                self._history.record(signature, replace(signature.recorded, limits=Limits(budget.is_share)))
             self.maker.choose_waiting(may_hold_more=True)
             made = dict[StepSignature, Fits | None]()
             for signature in self._history.recorded:
@@ -113,9 +114,9 @@ class PlannedSignatures:
         if finished is not None and finished.measurement is not None:
             before = finished.resident and finished.resident.with_state(resident.state_bytes)
             with collecting_what_it_leaves():
-                self._hold(self.learn(finished.measurement, resident, before))
+                self._train_on(self.learn(finished.measurement, resident, before))
         self.adapt_plans(self.to_adapt(step), resident)
-        if self.shortage.is_held and self.shortage.is_to_be_raised:
+        if self.shortage.trains_on and self.shortage.is_to_be_raised:
             self._end_shortage()
         if self.shortage.is_to_be_warned_of:
             self._messages.warn_over(
@@ -135,7 +136,7 @@ class PlannedSignatures:
         Raises:
             InfeasibleBudgetError: If nothing fits the budget.
         """
-        self.shortage.is_held = False
+        self.shortage.trains_on = False
         planned = (self._plan_somehow(signature) for signature in self._history.recorded)
         short = self.maker.short_of_all(self.shortage) or first_short(planned)
         if short is None:
@@ -160,10 +161,9 @@ class PlannedSignatures:
         varying = [one for one in self._history.recorded if one.backwards_vary and not one.recorded.decided]
         for signature in varying:  # from now on calls of such a step run by the programs of waiting graphs
             self._history.record(signature, self.maker.waiting.at(signature, signature.recorded))
-        has_more_state = resident.state_bytes > self.maker.state_bytes  # before each piece of an iteration from now on
-        self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
+        has_more_state = self.maker.note_state(resident)  # before each piece of an iteration from now on
         short = self._plan(*varying) if varying or has_more_state else None
-        self._hold(short or first_short(self.adapt_plan(signature, resident) for signature in signatures))
+        self._train_on(short or first_short(self.adapt_plan(signature, resident) for signature in signatures))
         for signature in signatures:
             signature.adapted_at = self._memory.growths, self._memory.retained_bytes()
 
@@ -172,11 +172,11 @@ class PlannedSignatures:
         growths, retained_bytes = signature.adapted_at
         return growths == self._memory.growths and retained_bytes >= self._memory.retained_bytes()
 
-    def _hold(self, short: Short | None) -> None:
+    def _train_on(self, short: Short | None) -> None:
         """Let training go on though a step does not fit, until it is known what all steps need."""
         if short is not None:
             log.info("%s goes on, to find out what all of its steps need: %s", self._name, short)
-            self.shortage.hold(short)
+            self.shortage.train_on(short)
 
     def see_backwards(self, signature: StepSignature, measurement: StepMeasurement) -> None:
         """Compare the backwards of a step with those of the recorded step of its signature.
@@ -236,10 +236,10 @@ class PlannedSignatures:
             self._note_before(signature, seen)
         ahead = self._foresee_largest(signature, resident)
         self.shortage.are_measured = self.shortage.are_measured and measurement.is_measured
-        if self.shortage.is_held:
+        if self.shortage.trains_on:
             return None
-        self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
-        is_share = self._model.options.budget.share is not None  # a share of the largest step, which may be this one
+        self.maker.note_state(resident)
+        is_share = self._model.options.budget.is_share  # a share of the largest step, which may be this one
         short = self._plan(*ahead, signature, may_hold_more=is_share)
         is_first = short is not None and is_share and signature.past.count == 1
         if is_first and len(signature.recorded.calls) < len(signature.graphs):  # some layers were dropped by chance
@@ -351,11 +351,11 @@ class PlannedSignatures:
         plan, step = signature.own_plan, signature.recorded
         resident_now = self.maker.waiting.resident_at(resident)
         is_met = resident_now == step.resident and not step.counts_on_freed_gradients
-        is_share = self._model.options.budget.share is not None  # a share changes as larger steps come
+        is_share = self._model.options.budget.is_share  # a share changes as larger steps come
         if is_met and not (is_share and self.maker.limits(signature, step).budget_bytes != plan.budget_bytes):
             return None
         self._note_before(signature, resident)
-        if self.shortage.is_held:
+        if self.shortage.trains_on:
             return None
         step, adapted = self.maker.adapted(signature, resident_now)
         self._history.record(signature, step)

@@ -34,9 +34,7 @@ class PlannedModel:
         self.kernels = FusedKernels(self.warn) if options.compile else None  # compiled kernels of fused operations
         self.offloading = Offloading(root, options, lambda: self.memory.device, self.warn)
         self.runtimes = GraphRuntimes(options, self.reporter, self.kernels, self.warn, lambda: self.offloading.is_on)
-        self.memory = ResidentMemory(
-            root, self.runtimes.waiting, self.runtimes.retained
-        )  # memory that exists before steps
+        self.memory = ResidentMemory(root, self.runtimes.waiting, self.runtimes.retained)
         self.history, self.watching, self.proofs = History(), WatchPolicy(), Proofs()
         self.largest = LargestSizes(options.sizes, self.runtimes, self.warn)
         self.first_wait = FirstWait(options.cache_dir, self.memory.model_key)

@@ -154,7 +154,7 @@ class Steps(Conductor):
     def _counts_resident(self, step: CurrentStep) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
         is_due = self.count < WATCHED_STEPS or self.count % COUNTED_AGAIN == 0 or self._memory.has_grown()
-        if is_due or self._planned.shortage.is_held:
+        if is_due or self._planned.shortage.trains_on:
             return True
         all_likely = self._history.all_likely(step.foreseen)
         counts_on_frees = any(signature.recorded.counts_on_freed_gradients for signature in all_likely)

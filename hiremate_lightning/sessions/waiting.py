@@ -21,8 +21,8 @@ from ..measuring.resident import WAITING, Resident
 from ..memory.allocator import alone, in_blocks
 from ..options import SessionOptions
 from ..planning.headroom import Room
-from ..planning.solvers.base import UNLIMITED, Problem, SolveOptions, replay
-from ..planning.solvers.least_memory import smallest_budget
+from ..planning.solvers.base import UNLIMITED, Problem, SolveOptions
+from ..planning.solvers.least_memory import solve_least_memory
 from ..records.costs import Profile
 from ..records.graph import StorageKind, bytes_of
 from ..records.schedule import Schedule, keep_all, lower
@@ -105,8 +105,8 @@ class WaitingGraphs:
         recorded = self.at(signature, recorded, Holds.EVERYTHING)
         step = recorded.merge()
         decided = recorded.decided or tuple(self._of(call.runtime, Holds.LEAST).decisions for call in recorded.calls)
-        peak_bytes = replay(Problem(step.graph, step.profile, 0), step.join(decided)).peak_bytes
-        return peak_bytes <= replace(room, resident_bytes=recorded.resident.size_bytes).solved_bytes
+        room = replace(room, resident_bytes=recorded.resident.size_bytes)
+        return step.peak_bytes(step.join(decided)) <= room.solved_bytes
 
     def at(self, signature: StepSignature, step: RecordedStep, holds: Holds | None = None) -> RecordedStep:
         """Return the step of a signature with the bytes that waiting graphs hold, by default at the present `holds`."""
@@ -151,7 +151,7 @@ class WaitingGraphs:
             if holds is Holds.LEAST:  # as a step of its own
                 step = alone(captured.graph, profile, captured.device)
                 options = SolveOptions(time_limit_s=self._options.time_limit_s)
-                least = smallest_budget(Problem(step.graph, step.profile, UNLIMITED, options))
+                least = solve_least_memory(Problem(step.graph, step.profile, UNLIMITED, options))
                 (decisions,) = step.split(least.recompute)
             waiting = graphs[holds] = _Waiting(captured, profile, decisions)
         return waiting

@@ -23,15 +23,15 @@ class Shortage:
     """The state of a budget that nothing fits: which needs were seen so far, and when training stops.
 
     Attributes:
-        is_held: Whether some step does not fit the budget, and training goes on.
+        trains_on: Whether some step does not fit the budget, and training goes on.
         are_measured: Whether memory of code outside of captured graphs was measured in all recorded steps.
         less_bytes: Bytes by which another process has less room for such a step.
     """
 
     def __init__(self) -> None:
-        self.is_held, self.are_measured = False, True
+        self.trains_on, self.are_measured = False, True
         self.less_bytes = 0
-        self._held_steps = 0
+        self._steps_over = 0
         self._updated = 0, 0  # number of optimizer steps so far, and the bytes of optimizer state then
         self._has_settled = False  # whether all optimizers have stepped, and their state grows no more
         self._waits = True  # whether optimizers are known that have not settled
@@ -49,23 +49,23 @@ class Shortage:
         self._had_stale = self._had_stale or is_new
         self._has_settled = self._has_settled and not is_new
         self._batch_bytes = max(self._batch_bytes, resident.batch_bytes)
-        self._held_steps += self.is_held
+        self._steps_over += self.trains_on
         self._waits = bool(memory.optimizers) and not self._has_settled
 
-    def hold(self, short: Short) -> None:
-        """Set `is_held`, so that training goes on though a step does not fit."""
-        self.is_held = True
+    def train_on(self, short: Short) -> None:
+        """Set `trains_on`, so that training goes on though a step does not fit."""
+        self.trains_on = True
         self.less_bytes = max(self.less_bytes, short.need.less_bytes)
 
     @property
     def is_to_be_warned_of(self) -> bool:
         """Whether to warn now that steps run above the budget, and that an error will follow."""
-        return self.is_held and self._held_steps == SILENT_STEPS
+        return self.trains_on and self._steps_over == SILENT_STEPS
 
     @property
     def is_to_be_raised(self) -> bool:
         """Whether training stops now: optimizer state has settled, or `HELD_STEPS` steps have run."""
-        return not self._waits or self._held_steps >= HELD_STEPS
+        return not self._waits or self._steps_over >= HELD_STEPS
 
     @property
     def words(self) -> str:

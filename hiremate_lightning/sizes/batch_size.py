@@ -162,7 +162,7 @@ class SizeFinder:
 
     def __init__(self, runner: SizeRunner, options: SizeOptions) -> None:
         budget = runner.options.budget
-        if budget.share is not None:
+        if budget.is_share:
             raise BudgetError(
                 f"The budget {budget} is a share of what a step adds, which grows with the batch: no batch is "
                 'the largest. Name bytes, such as "10 GiB", or "auto".'

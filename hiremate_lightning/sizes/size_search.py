@@ -25,7 +25,7 @@ from ..planning.headroom import Room, unless_short
 from ..planning.plan import Plan
 from ..planning.planner import make_plan
 from ..planning.solvers.base import UNLIMITED, Problem, Solution
-from ..planning.solvers.least_memory import smallest_budget
+from ..planning.solvers.least_memory import solve_least_memory
 from ..records.expressions import Line, on_line
 from ..records.graph_at_sizes import GraphAtSizes
 from ..records.step import Decisions, MergedStep
@@ -158,7 +158,7 @@ class Forecast:
 
 def least_memory(step: MergedStep) -> Solution:
     """Return a solution of the least memory of a step, by a heuristic."""
-    return smallest_budget(Problem(step.graph, step.profile, UNLIMITED))
+    return solve_least_memory(Problem(step.graph, step.profile, UNLIMITED))
 
 
 def trial_of(size: int, plan: Plan, fixed_ms: float) -> SizeTrial:

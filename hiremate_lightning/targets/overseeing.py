@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..calls.slots import WITH_COMPILE
 from ..errors import CaptureError
+from ..objects import parameters_of
 from ..sessions.session import Session
 from ..torch_private import dynamo, hooks, tensor_state
 
@@ -34,7 +35,7 @@ def listen_to_optimizers(session: Session) -> None:
         if session is not None:
             session.optimizer_stepped(optimizer)
             if runs_before.get(optimizer) == session.runs:
-                updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                updated = set(map(id, parameters_of(optimizer)))
                 if any(id(p) in updated for p in session.root.parameters() if p.grad is not None):
                     session.was_passed_by()
                     if session not in warned:

@@ -16,7 +16,7 @@ from papers import Rows, solve_budget, solve_smallest
 from papers_page import BOUND, SMALLEST, Network, Row, Table
 
 from hiremate_lightning.planning.solvers.base import Problem, SolveOptions, replay
-from hiremate_lightning.planning.solvers.least_memory import smallest_budget
+from hiremate_lightning.planning.solvers.least_memory import solve_least_memory
 from hiremate_lightning.records.costs import step_time_ms
 from hiremate_lightning.records.schedule import keep_all
 from tests.tiny import transformer
@@ -122,7 +122,7 @@ def step() -> tuple[Network, Problem]:
     graph, profile = transformer(3)
     problem = Problem(graph, profile, 0, SolveOptions(2.0))
     plain = replay(problem, keep_all(graph)).peak_bytes
-    least = smallest_budget(problem).peak_bytes
+    least = solve_least_memory(problem).peak_bytes
     network = Network("tiny", "Tiny", "tests", (1, 1), step_time_ms(graph, profile), 0, plain, least)
     return network, replace(problem, budget_bytes=plain)
 

@@ -108,7 +108,7 @@ def _near(policies: list[Replay], budget_bytes: int) -> list[Replay]:
     return [policy for policy in policies if policy.peak_bytes <= limit]
 
 
-def smallest_budget(problem: Problem) -> Solution:
+def solve_least_memory(problem: Problem) -> Solution:
     """Find the smallest peak, whether or not it fits the budget, and a short recompute time for this peak.
 
     The search ends early if a peak fits the budget. A budget of 0 finds the least peak; `UNLIMITED` ends the search at

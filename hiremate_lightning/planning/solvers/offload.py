@@ -22,7 +22,7 @@ from ...records.schedule import Schedule, keep_all, lower
 from ...records.simulation import Simulation, simulate
 from ...records.step import Decisions
 from .base import Problem, Solution, Status, Strategy, replay, with_decisions
-from .least_memory import smallest_budget
+from .least_memory import solve_least_memory
 from .model import StepModel
 from .turn_point import lower_bound
 
@@ -250,7 +250,7 @@ def _candidates(model: StepModel, strategy: Strategy, solved: list[Solution]) ->
     if alone.is_feasible:
         yield alone.recompute
     else:
-        smallest = smallest_budget(replace(problem, host=Host(0)))
+        smallest = solve_least_memory(replace(problem, host=Host(0)))
         lower_bytes = max(lower_bytes, smallest.peak_bytes)
         yield smallest.recompute
     yield from PROPOSALS[alone.strategy](problem) if alone.strategy in PROPOSALS else ()

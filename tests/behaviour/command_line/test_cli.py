@@ -632,7 +632,7 @@ class TestDoctor:
             found = doctor.torch_finding()
         assert found.verdict is Grade.KNOW
         assert "was not tried (only 2.11, " in found.words
-        assert "code is captured plainly, without: small buckets, backwards without a gradient" in found.words
+        assert "code is captured plainly, without: small buckets, checkpoint in segments, backwards" in found.words
 
     @pytest.mark.parametrize(
         ("lost", "verdict"), [(("HIGHS",), Grade.KNOW), (("HIGHS", "CBC"), Grade.BAD)], ids=["one", "both"]

@@ -9,7 +9,7 @@ import pytest
 from hiremate_lightning.planning.comparing import Curve, curve
 from hiremate_lightning.planning.solutions import remembering
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, get_strategy, replay
-from hiremate_lightning.planning.solvers.least_memory import smallest_budget
+from hiremate_lightning.planning.solvers.least_memory import solve_least_memory
 from hiremate_lightning.records.schedule import keep_all
 from tests.helpers import problem_of
 from tests.tiny import chain, transformer
@@ -81,14 +81,14 @@ def test_what_was_found_before_is_remembered():
 
     def solve(problem: Problem) -> Solution:
         asked.append(problem.budget_bytes)
-        solve = smallest_budget if len(asked) == 2 else get_strategy("portfolio")  # the second solve is a weak one
+        solve = solve_least_memory if len(asked) == 2 else get_strategy("portfolio")  # the second solve is a weak one
         return solve(problem)
 
     solve_once = remembering(solve, "portfolio")
     smaller, larger = peak * 70 // 100, peak * 75 // 100
     first = solve_once(problem_of(step, smaller))
     second = solve_once(problem_of(step, larger))
-    assert smallest_budget(problem_of(step, larger)).recompute_ms > first.recompute_ms
+    assert solve_least_memory(problem_of(step, larger)).recompute_ms > first.recompute_ms
     assert second.recompute_ms <= first.recompute_ms
     assert solve_once(problem_of(step, smaller)).status is Status.OPTIMAL
     assert asked == [smaller, larger]
@@ -102,7 +102,7 @@ def test_the_same_problem_is_solved_again_only_with_more_time():
 
     def solve(problem: Problem) -> Solution:
         asked.append(problem.options.time_limit_s)
-        return smallest_budget(problem)
+        return solve_least_memory(problem)
 
     solve_once = remembering(solve, "portfolio")
     found = [solve_once(problem_of(step, budget, time_limit_s=limit)) for limit in (2.0, 2.0, 1.0, 3.0)]

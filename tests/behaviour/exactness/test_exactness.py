@@ -6,7 +6,7 @@ import pytest
 
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.planning.solvers.base import Problem, SolveOptions
-from hiremate_lightning.planning.solvers.least_memory import smallest_budget
+from hiremate_lightning.planning.solvers.least_memory import solve_least_memory
 from hiremate_lightning.testing import captured_count
 from tests.exact import differing
 from tests.models import EVERY_MODEL
@@ -24,7 +24,7 @@ def test_training_by_a_plan_equals_eager_within_the_budget(name):
     plan = assert_exact_within(name, "50%", plain)
 
     problem = Problem(plan.graph, plan.profile, 0, SolveOptions(time_limit_s=1))
-    assert_exact_within(name, plan.resident_bytes + smallest_budget(problem).peak_bytes, plain)
+    assert_exact_within(name, plan.resident_bytes + solve_least_memory(problem).peak_bytes, plain)
 
 
 def assert_exact_within(name, budget, plain):

@@ -352,10 +352,11 @@ def test_progress_counts_within_its_stage(total: int | None, shown: str):
 )
 def test_a_solve_shows_its_best_plan_and_its_proven_quality(best_ms: float, bound_ms: float, shown: str):
     console = terminal()
-    reporter = Reporter(console=console)
-    with reporter.stage("solving"):
-        reporter.solving(step_ms=0.0)(1.0, 0.0)  # a step without time has no progress to show
-        reporter.solving(step_ms=100.0)(best_ms, bound_ms)
+    reporter, plan = Reporter(console=console), mixed_plan()
+    zeros = [0.0] * (len(plan.graph.nodes) - 1)
+    with reporter.stage("solving"):  # a step without time has no progress to show
+        reporter.solving(plan.graph, replace(plan.profile, time_ms=(0.0, *zeros)))(1.0, 0.0)
+        reporter.solving(plan.graph, replace(plan.profile, time_ms=(100.0, *zeros)))(best_ms, bound_ms)
     assert shown in written(console)
 
 

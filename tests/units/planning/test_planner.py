@@ -12,7 +12,7 @@ from hiremate_lightning.planning import planner
 from hiremate_lightning.planning.headroom import AUTO_MARGIN, Need, Room, Short, resolve, unless_short
 from hiremate_lightning.planning.planner import first_solution, make_plan
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, register, with_decisions
-from hiremate_lightning.planning.solvers.least_memory import smallest_budget
+from hiremate_lightning.planning.solvers.least_memory import solve_least_memory
 from hiremate_lightning.records.schedule import keep_all
 from hiremate_lightning.records.step import Call, Gap, merge
 from hiremate_lightning.units import Budget, parse_budget
@@ -146,7 +146,7 @@ def test_with_warn_an_infeasible_budget_gives_the_least_memory():
     plan = plan_of(step_of(*transformer(2)), 1, on_infeasible="warn")
     assert 1 < plan.planned_peak_bytes < plan.unplanned_peak_bytes
     step = step_of(*chain(12))
-    smallest = smallest_budget(Problem(step.graph, step.profile, 0))
+    smallest = solve_least_memory(Problem(step.graph, step.profile, 0))
     plan = plan_of(step, smallest.peak_bytes // 2, on_infeasible="warn")
     assert plan.planned_peak_bytes <= smallest.peak_bytes
     assert plan.solution.recompute_ms < smallest.recompute_ms
@@ -180,10 +180,10 @@ def test_a_part_beyond_budget_and_device_is_refused():
 
 
 def test_a_solver_is_asked_before_the_first_step_is_refused(monkeypatch):
-    def smallest_budget(problem):
+    def solve_least_memory(problem):
         return with_decisions(problem, Solution("all", Status.NOT_FOUND), keep_all(problem.graph))
 
-    monkeypatch.setattr(planner, "smallest_budget", smallest_budget)
+    monkeypatch.setattr(planner, "solve_least_memory", solve_least_memory)
     step = step_of(*transformer(2))
     budget = step.eager_bytes * 7 // 10
     assert first_of(step, budget).peak_bytes <= budget

@@ -29,7 +29,7 @@ from hiremate_lightning.planning.solvers.base import (
     strategy_names,
 )
 from hiremate_lightning.planning.solvers.choices import Policy, Rows
-from hiremate_lightning.planning.solvers.least_memory import _near, find_smallest, smallest_budget
+from hiremate_lightning.planning.solvers.least_memory import _near, find_smallest, solve_least_memory
 from hiremate_lightning.planning.solvers.model import StepModel, decisions
 from hiremate_lightning.planning.solvers.phases import Checks, PhasedProgram
 from hiremate_lightning.planning.solvers.turn_point import lower_bound
@@ -186,7 +186,7 @@ def test_no_claim_is_refuted_by_the_exhaustive_search_or_another(seed: int):
     for budget in budgets_of(frontier):
         problem = problem_of(step, budget)
         found = {name: get_strategy(name)(problem) for name in EVERY}
-        found["the smallest budget"] = smallest_budget(problem)
+        found["the smallest budget"] = solve_least_memory(problem)
         for solution in found.values():
             check(problem, solution)
         known = [solution.recompute_ms for solution in found.values() if solution.is_feasible]
@@ -387,25 +387,25 @@ def test_the_schedules_of_the_default_are_those_recorded(name: str, percent: int
 def test_the_smallest_budget_is_met_by_its_own_plan():
     for step in (chain(12), transformer(), random_graph(5, 8)):
         problem = problem_of(step, 0)
-        smallest = smallest_budget(problem)
+        smallest = solve_least_memory(problem)
         assert replay(problem, smallest.recompute).peak_bytes == smallest.peak_bytes
-        assert smallest_budget(problem_of(step, smallest.peak_bytes)).is_feasible
-        assert smallest_budget(problem_of(step, smallest.peak_bytes - 1)).status is Status.NOT_FOUND
+        assert solve_least_memory(problem_of(step, smallest.peak_bytes)).is_feasible
+        assert solve_least_memory(problem_of(step, smallest.peak_bytes - 1)).status is Status.NOT_FOUND
 
 
 def test_the_search_goes_on_if_the_first_least_does_not_fit():
     for seed, size in ((5, 20), (0, 40), (4, 40)):
         step = random_graph(seed, size)
-        at_once, least = (smallest_budget(problem_of(step, budget)).peak_bytes for budget in (UNLIMITED, 0))
+        at_once, least = (solve_least_memory(problem_of(step, budget)).peak_bytes for budget in (UNLIMITED, 0))
         assert least < at_once
-        assert smallest_budget(problem_of(step, at_once - 1)).is_feasible
+        assert solve_least_memory(problem_of(step, at_once - 1)).is_feasible
 
 
 def test_where_the_least_found_at_once_fits_the_search_ends(monkeypatch):
     step = random_graph(5, 20)
-    at_once = smallest_budget(problem_of(step, UNLIMITED))
+    at_once = solve_least_memory(problem_of(step, UNLIMITED))
     monkeypatch.setattr(sys.modules[find_smallest.__module__], "_lower", no_search)
-    assert smallest_budget(problem_of(step, at_once.peak_bytes)).recompute == at_once.recompute
+    assert solve_least_memory(problem_of(step, at_once.peak_bytes)).recompute == at_once.recompute
 
 
 def no_search(*_):
@@ -415,17 +415,17 @@ def no_search(*_):
 def test_the_smallest_budget_is_met_with_other_measured_times():
     for seed in (17, 22, 24):
         graph, profile = random_graph(seed, 60)
-        smallest = smallest_budget(problem_of((graph, profile), 0))
+        smallest = solve_least_memory(problem_of((graph, profile), 0))
         factors = random.Random(seed)
         times = tuple(time_ms * factors.uniform(0.2, 5) for time_ms in profile.time_ms)
         again = problem_of((graph, replace(profile, time_ms=times)), smallest.peak_bytes)
-        assert smallest_budget(again).is_feasible, seed
+        assert solve_least_memory(again).is_feasible, seed
 
 
 @pytest.mark.parametrize("make", [lambda: transformer(2), lambda: chain(12)])
 def test_the_default_finds_a_schedule_if_the_least_memory_fits(make):
     step = make()
-    smallest = smallest_budget(problem_of(step, 0))
+    smallest = solve_least_memory(problem_of(step, 0))
     found = get_strategy("portfolio")(problem_of(step, smallest.peak_bytes))
     assert found.is_feasible
     assert found.recompute_ms <= smallest.recompute_ms + 1e-9  # added up in another order
@@ -433,7 +433,7 @@ def test_the_default_finds_a_schedule_if_the_least_memory_fits(make):
 
 def test_the_least_of_a_long_chain_is_far_below_keeping_all():
     step = chain(36, KB)
-    assert smallest_budget(problem_of(step, 0)).peak_bytes < 0.5 * whole_bytes(step)
+    assert solve_least_memory(problem_of(step, 0)).peak_bytes < 0.5 * whole_bytes(step)
 
 
 # ---------------------------------------------------------------- the same every time, and in time
@@ -451,10 +451,10 @@ def test_the_same_problem_gives_the_same_plan(name: str):
 SCRIPT = """
 import zlib
 from hiremate_lightning.planning.solvers.base import get_strategy
-from hiremate_lightning.planning.solvers.least_memory import smallest_budget
+from hiremate_lightning.planning.solvers.least_memory import solve_least_memory
 from tests.helpers import problem_of
 from tests.tiny import transformer
-for solve in (get_strategy("portfolio"), smallest_budget):
+for solve in (get_strategy("portfolio"), solve_least_memory):
     print(zlib.crc32(repr(solve(problem_of(transformer(4), 2_600_000)).recompute).encode()))
 """
 

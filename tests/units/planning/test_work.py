@@ -28,7 +28,7 @@ from hiremate_lightning.planning.solvers.base import (
     clock_limit_s,
     get_strategy,
 )
-from hiremate_lightning.planning.solvers.least_memory import smallest_budget
+from hiremate_lightning.planning.solvers.least_memory import solve_least_memory
 from hiremate_lightning.planning.solvers.mip_backend import LinearProgram, SolverMeter, solve
 from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.worker import Worker
@@ -196,5 +196,5 @@ def test_a_later_run_reads_what_was_named_but_no_spoilt_file(tmp_path):
 
 
 def test_a_plan_is_never_slower_than_the_one_before_it():
-    first, second = planned(get_strategy("portfolio")), planned(smallest_budget)
+    first, second = planned(get_strategy("portfolio")), planned(solve_least_memory)
     assert second.solution.recompute == first.solution.recompute

@@ -15,7 +15,7 @@ from hiremate_lightning.capturing.backend import planning_backend
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.capturing.code_at_sizes import CodeAtSizes
 from hiremate_lightning.planning.solvers.base import UNLIMITED, Problem
-from hiremate_lightning.planning.solvers.least_memory import smallest_budget
+from hiremate_lightning.planning.solvers.least_memory import solve_least_memory
 from hiremate_lightning.records.costs import estimate
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.step import Decisions
@@ -53,7 +53,7 @@ def captured_at(module: nn.Module, *shape: int) -> Captured:
 
 
 def least_memory(captured: Captured) -> Decisions:
-    return smallest_budget(Problem(captured.graph, estimate(captured.graph), UNLIMITED)).recompute
+    return solve_least_memory(Problem(captured.graph, estimate(captured.graph), UNLIMITED)).recompute
 
 
 def inputs_of(captured: Captured, seed: int = 0) -> list[Any]:
