@@ -48,6 +48,8 @@ class ResidentMemory:
         self.growths = 0  # number of counts with more optimizer state, or more gradients, than any count before
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # their state is counted
         self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        # By optimizer: its number of parameter groups at the last look, and whether it has parameters of the model.
+        self._updating: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self.iterations = Iterations()
         self._left = LeftOutputs(lambda: tensor_state.storage_sizes(self._on_device(held_by(retained()))))
         self._trained: list[weakref.ref[torch.Tensor]] = [weakref.ref(p) for p in root.parameters()]
@@ -88,8 +90,12 @@ class ResidentMemory:
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Record the step of an optimizer; return whether it used gradients of the model."""
-        parameters = {id(p) for p in self._parameters()}
-        if not any(id(p) in parameters for p in parameters_of(optimizer)):
+        groups, updates_model = self._updating.get(optimizer, (0, False))
+        if groups != len(optimizer.param_groups):
+            parameters = {id(p) for p in self._parameters()}
+            updates_model = any(id(p) in parameters for p in parameters_of(optimizer))
+            self._updating[optimizer] = len(optimizer.param_groups), updates_model
+        if not updates_model:
             return False
         self.optimizers.add(optimizer)
         self._have_stepped.add(optimizer)
