@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from hiremate_lightning.calls.refused import STRATEGIES
-from hiremate_lightning.options import OPTIONS, Sizes
+from hiremate_lightning.options import OPTIONS, SizeRanges
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.planner import make_options
 from hiremate_lightning.reporting.plan_summary import plan_metrics
@@ -93,7 +93,7 @@ class HiRemateCallback(Callback):
         offload: str = "off",
         host_budget: int | str = "auto",
         verify: str | int = "first",
-        sizes: Sizes | None = None,
+        sizes: SizeRanges | None = None,
         recomputable_operators: Sequence[str] = (),
         verbose: bool | Literal["full"] = True,
     ) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from .calls.refused import refuse
 from .errors import ConfigurationError
-from .options import Sizes, refuse_changes
+from .options import SizeRanges, refuse_changes
 from .planning.plan import Plan
 from .planning.planner import make_options
 from .sessions.session import Session
@@ -39,7 +39,7 @@ def hiremate(
     offload: str = "off",
     host_budget: int | str = "auto",
     verify: str | int = "first",
-    sizes: Sizes | None = None,
+    sizes: SizeRanges | None = None,
     recomputable_operators: Sequence[str] = (),
     verbose: bool | Literal["full"] = True,
 ) -> nn.Module:

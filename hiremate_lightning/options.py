@@ -38,7 +38,7 @@ SIZES_FORM = (
 
 OFFLOADS = ("off", "auto", "always allowed")
 
-Sizes = Mapping[str, Mapping[int, tuple[int, int]]]
+SizeRanges = Mapping[str, Mapping[int, tuple[int, int]]]
 
 
 # ---------------------------------------------------------------- one option
@@ -120,7 +120,7 @@ def _can_be_written(folder: Any) -> bool:
         return False
 
 
-def _named_sizes(sizes: Sizes | None) -> tuple[NamedSize, ...]:
+def _named_sizes(sizes: SizeRanges | None) -> tuple[NamedSize, ...]:
     """Read the sizes that arguments will have; refuse a size without argument, dimension or range."""
     named_sizes = []
     for argument, dimensions in ({} if sizes is None else _items(sizes)).items():
@@ -239,7 +239,7 @@ class SessionOptions:
         },
     )
     sizes: tuple[NamedSize, ...] = _option(
-        "Sizes | None",
+        "SizeRanges | None",
         None,
         'Smallest and largest size of a dimension of an argument, such as `{"input_ids": {1: (1, 4096)}}`. Dimensions '
         "of the same size, those of masks for example, follow. The largest sizes are planned in the first steps: a "

@@ -20,7 +20,7 @@ from .targets.modules import targets_of
 from .torch_private.hacks import replaced
 
 OWN_PLAN, OTHER_PLAN, LEAST_MEMORY = "own plan", "plan of another step", "least memory"
-EAGER, OFFLOADED, RELEASED = Mode.EAGER.value, Mode.OFFLOADED.value, Mode.GIVEN_BACK.value
+EAGER, OFFLOADED, GIVEN_BACK = Mode.EAGER.value, Mode.OFFLOADED.value, Mode.GIVEN_BACK.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class StepView:
     """How the latest step of a model runs, or ran."""
 
     signature: tuple[int, ...]  # numbers of its captured graphs, in the order of their forwards; empty if eager
-    ways: tuple[str, ...]  # how each of its forwards runs; one entry for the whole step if it runs eager
+    modes: tuple[str, ...]  # how each of its forwards runs; one entry for the whole step if it runs eager
 
 
 def session_of(model: nn.Module) -> Session:

@@ -29,7 +29,7 @@ class Thresholds:
     program_variables: int = 60_000  # most variables of Checkmate's program; larger ones are relaxed and rounded
     # A plan that saves no memory is dropped if an eager step takes at most so many times its peak. More than 1 for the
     # blocks of an allocator.
-    released_peak: float = 1.01
+    given_back_peak: float = 1.01
     # A size without a plan gets one after offloading has taken so many times as long as planning; code for all sizes is
     # made after offloading at all sizes together has.
     worth_a_plan: float = 1.0

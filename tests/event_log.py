@@ -66,7 +66,7 @@ class Recorder:
             view = testing.step_under_way(model)
             if view is not None:
                 prefix = f"{name}: " if name else ""
-                self.steps.append(f"{prefix}{'+'.join(map(str, view.signature)) or '-'} {', '.join(view.ways)}")
+                self.steps.append(f"{prefix}{'+'.join(map(str, view.signature)) or '-'} {', '.join(view.modes)}")
 
     def ended(self) -> Record:
         """End all models; return what they did."""

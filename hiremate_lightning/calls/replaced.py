@@ -31,7 +31,7 @@ from .slots import StandIn
 
 FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 WRAPPER, WRAPPED_FUNCTION = "CheckpointWrapper", "checkpoint_fn"
-OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+CHECKPOINT_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 
 class ReplacedCheckpointing:
@@ -126,7 +126,7 @@ class _OnlyCalls:
         self._is_reentrant = getattr(replaced, "keywords", {}).get("use_reentrant", False) in (True, None)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        kwargs = {name: value for name, value in kwargs.items() if name not in OPTIONS}
+        kwargs = {name: value for name, value in kwargs.items() if name not in CHECKPOINT_OPTIONS}
         has_gradients = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         with torch.no_grad() if self._is_reentrant and not has_gradients else nullcontext():
             return function(*args, **kwargs)

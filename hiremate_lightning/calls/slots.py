@@ -105,7 +105,7 @@ def slot_for(targets: Caller, path: str, module: nn.Module) -> Slot:
     return kind(targets, path, module)
 
 
-class WaitingSlots(dict[nn.Module, Slot]):
+class InnerSlots(dict[nn.Module, Slot]):
     """Slots of the modules inside of planned ones: between planned calls they see which of these are called alone.
 
     During a planned call they are taken away, since Dynamo would capture them. To put them back takes time, and makes

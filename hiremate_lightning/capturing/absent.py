@@ -23,7 +23,7 @@ from ..rewriting.overwriting import overwrite
 from ..torch_private import aot
 from .capture import Absence, Captured
 
-NOTHING = Absence()
+NOTHING_ABSENT = Absence()
 
 
 def find_absent(captured: Captured, missing: frozenset[int]) -> Absence:

@@ -21,7 +21,7 @@ from ..torch_private import tensor_state
 from .absent import without_missing
 from .capture import Captured
 
-NOTHING: frozenset[int] = frozenset()
+NONE_MISSING: frozenset[int] = frozenset()
 
 
 class CodeAtSizes:
@@ -49,7 +49,7 @@ class CodeAtSizes:
         self._graphs = dict[frozenset[int], GraphAtSizes]()
         # A forecast of a step makes the code of its later calls, and the calls themselves need the same code again.
         self._latest = Latest[Sizes, tuple[Captured, Profile]](4)
-        self._without(NOTHING)
+        self._without(NONE_MISSING)
         # The first sample is used for all sizes, so these facts must be equal in all samples.
         facts = [
             (c.terms, c.cast_terms, c.finished, c.trained, c.gradient_dtypes, c.mutated, c.overwritten, c.device)
@@ -71,7 +71,7 @@ class CodeAtSizes:
         """Return the code and its costs at the given sizes."""
 
         def make() -> tuple[Captured, Profile]:
-            graph, profile = self._without(NOTHING).at(sizes)
+            graph, profile = self._without(NONE_MISSING).at(sizes)
             return replace(self.samples[0], graph=graph, made_from=self, sizes=sizes), profile
 
         return self._latest.get_or(sizes, make)
@@ -84,7 +84,7 @@ class CodeAtSizes:
         try:
             return self._without(missing).at(sizes)
         except SizesDifferError:
-            return self._without(NOTHING).at(sizes)
+            return self._without(NONE_MISSING).at(sizes)
 
     def _without(self, missing: frozenset[int]) -> GraphAtSizes:
         if missing not in self._graphs:

@@ -48,7 +48,7 @@ NOTHING_CALLED = (
     "by itself are not planned: start them with torchrun -m hiremate_lightning.run"
 )
 TRIES = 3  # after 3 calls of a module that can't be planned, try again only after a new optimizer has stepped
-LAUNCHERS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+LAUNCHED = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
 @dataclass(eq=False)
@@ -122,7 +122,7 @@ class Finder:
         self._report_once = Once(report)
         self._more = more
         self._is_dry = is_dry
-        self._is_launched = any(os.environ.get(name) for name in LAUNCHERS)
+        self._is_launched = any(os.environ.get(name) for name in LAUNCHED)
         self.trained: list[Trained] = []  # the models that were found
         self.seen = Sightings()  # why other models are not planned
         self._is_apart = False  # whether a call is running whose inner calls are ignored

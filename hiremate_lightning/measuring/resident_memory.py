@@ -51,7 +51,7 @@ class ResidentMemory:
         # By optimizer: its number of parameter groups at the last look, and whether it has parameters of the model.
         self._updating: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self.iterations = Iterations()
-        self._left = LeftOutputs(lambda: tensor_state.storage_sizes(self._on_device(held_by(retained()))))
+        self._left = LeftOutputs(lambda: tensor_state.storage_sizes(self._on_device(held_for_backwards(retained()))))
         self._trained: list[weakref.ref[torch.Tensor]] = [weakref.ref(p) for p in root.parameters()]
         self._inputs_on = torch.device("cpu")
         # Cached: the devices of the input and of the sample parameters, and the device that holds most of the model.
@@ -128,7 +128,7 @@ class ResidentMemory:
 
     def retained_bytes(self) -> int:
         """Return the bytes that are retained for another backward, parameters included."""
-        return self._bytes_of(held_by(self._find_retained()))
+        return self._bytes_of(held_for_backwards(self._find_retained()))
 
     def step_begins(self, arguments: Sequence[torch.Tensor]) -> None:
         """Begin a step with these arguments."""
@@ -201,7 +201,7 @@ class ResidentMemory:
     def _present(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
         """List the counted storages that exist before a step with these arguments, without left memory."""
         waiting = [saved for _, saved in self._find_waiting()]
-        groups = self._groups(list(self._gradients().values()), [*arguments, *held_by(waiting)])
+        groups = self._groups(list(self._gradients().values()), [*arguments, *held_for_backwards(waiting)])
         return frozenset(tensor_state.storage_sizes(tensor for tensors in groups.values() for tensor in tensors))
 
     def sees_frees(self, resident: Resident) -> bool:
@@ -218,7 +218,7 @@ class ResidentMemory:
         kinds = {name: self._bytes_of(tensors, seen) for name, tensors in groups.items()}
         waiting = self._find_waiting()
         if waiting:
-            kinds[WAITING] = self._bytes_of(held_by(saved for _, saved in waiting), seen)
+            kinds[WAITING] = self._bytes_of(held_for_backwards(saved for _, saved in waiting), seen)
         size_bytes = sum(kinds.values())
         if self.device.type == "cuda":
             size_bytes, counted_bytes = torch.cuda.memory_allocated(self.device) - stale, size_bytes
@@ -282,7 +282,7 @@ class ResidentMemory:
         return storage_bytes(self._on_device(tensors), self.device, seen)
 
 
-def held_by(waiting: Iterable[Saved]) -> list[torch.Tensor]:
+def held_for_backwards(waiting: Iterable[Saved]) -> list[torch.Tensor]:
     """List the tensors that captured graphs hold for a backward: saved values, leaves, and gradients of leaves."""
     held = list[Any]()
     for kept in waiting:

@@ -24,7 +24,7 @@ from .trials import TrialOutcome
 
 ROUNDINGS, HALF_ROUNDINGS = 512, 4
 TIMES_OWN = 4  # factor on the distance of two eager runs, which varies if kernels add in any order
-CPU, NOTHING = torch.device("cpu"), TrialOutcome({}, {})
+CPU, NO_OUTCOME = torch.device("cpu"), TrialOutcome({}, {})
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -40,8 +40,8 @@ def differences(
     expected: TrialOutcome,
     captured: TrialOutcome,
     half: torch.dtype | None = None,
-    again: TrialOutcome = NOTHING,
-    refilled: TrialOutcome = NOTHING,
+    again: TrialOutcome = NO_OUTCOME,
+    refilled: TrialOutcome = NO_OUTCOME,
     device: torch.device = CPU,
 ) -> tuple[list[Difference], list[Difference]]:
     """Return the values, and the gradients, that differ in any bit in two outcomes; NaN equals NaN.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from ..capturing.absent import NOTHING, find_absent
+from ..capturing.absent import NOTHING_ABSENT, find_absent
 from ..capturing.capture import Absence, Captured
 from ..errors import ScheduleError
 from ..records.graph import Direction, Node
@@ -219,7 +219,7 @@ class _Emitter:
     `values` maps a captured value to its node in the new graph; while the value is offloaded, that is a `Parked`.
     """
 
-    def __init__(self, captured: Captured, absence: Absence = NOTHING, host: HostMemory | None = None) -> None:
+    def __init__(self, captured: Captured, absence: Absence = NOTHING_ABSENT, host: HostMemory | None = None) -> None:
         self.graph = fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
         self._captured, self._absence, self._host = captured, absence, host

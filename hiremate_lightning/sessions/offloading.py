@@ -29,7 +29,7 @@ from ..units import format_bytes
 
 FREE_SHARE = 0.5  # share of the host's free memory, for all processes of this machine, and of the free disk for files
 MOST_ROUNDING = 2  # most by which pinned memory is larger than its values: blocks are powers of two
-NOTHING = "offload={asked} does nothing here: {why}. Plans keep all values on the device, or compute them again."
+DOES_NOTHING = "offload={asked} does nothing here: {why}. Plans keep all values on the device, or compute them again."
 ON_HOST = "the model is on {device}, whose memory is the host's"
 FUSED = "values of fused kernels (compile='inductor') are not offloaded"
 WAITING = (
@@ -94,7 +94,7 @@ class Offloading:
         if self._option == "off":
             return Host(0)
         if why := self._why_not(waits):
-            self._warn(NOTHING.format(asked=repr(self._option), why=why))
+            self._warn(DOES_NOTHING.format(asked=repr(self._option), why=why))
             return Host(0)
         stay = storages_in(step, [pinned_storages(call) for call in calls])
         return Host(self._decide_most_bytes(), stay, has_round_blocks=True)

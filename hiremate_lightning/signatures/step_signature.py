@@ -172,7 +172,7 @@ class StepSignature:
         """
         self.eager_tries += 1
         if peak_bytes is not None or self.eager_tries == EAGER_TRIES:
-            most_bytes = thresholds.current.released_peak * plan_bytes
+            most_bytes = thresholds.current.given_back_peak * plan_bytes
             self.eager_is_no_worse = peak_bytes is not None and peak_bytes <= most_bytes
 
     def keep_plan(self) -> None:

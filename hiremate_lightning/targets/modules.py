@@ -21,7 +21,7 @@ from torch import nn
 
 from ..calls.kept_state import BeforeCall
 from ..calls.refused import reason_of_others, refuse, refuse_each
-from ..calls.slots import Called, Slot, WaitingSlots, slot_for
+from ..calls.slots import Called, InnerSlots, Slot, slot_for
 from ..errors import SecondDerivativeError
 from ..sessions.messages import transforms_in
 from ..sessions.session import Session
@@ -77,7 +77,7 @@ class Targets:
         self._uncaptured_parts = set[nn.Module]()  # modules inside of a planned call whose capture failed
         self._uncaptured_kinds = set[type[nn.Module]]()  # classes of modules whose capture failed
         self._trains_others = False  # whether it trains parameters that the root doesn't have
-        self._waiting = WaitingSlots()
+        self._inner_slots = InnerSlots()
         self._around: dict[str, nn.Module] = {}  # modules around the named ones, as `Candidates.holders`
         self._thread = 0  # thread of the latest call
         self.number = next(_numbers)
@@ -98,7 +98,7 @@ class Targets:
     def _leave(self) -> None:
         """Leave every module as it was."""
         _attached.discard(self)
-        self._waiting.clear()
+        self._inner_slots.clear()
         self.adopted.clear()  # calls may be taken over again: see `attach`
         self._compiler.close()
         for module in self.root.modules():
@@ -134,7 +134,7 @@ class Targets:
     def _call_outermost(self, called: Called) -> Any:
         """Call an outermost candidate that trains: by a plan, unless it can't be planned or the plan gains nothing."""
         path, module = called.path, called.module
-        if self.session.leaves_out(path, called.arguments, is_part=module in self._waiting):
+        if self.session.leaves_out(path, called.arguments, is_part=module in self._inner_slots):
             with replaced((self, "_is_eager", True)):  # all modules that it calls run unobserved too
                 return called.run()
         if path not in self.adopted and sharding.has_units_below(module):
@@ -145,10 +145,10 @@ class Targets:
                 return self._call_eager(called)
             return self._or_eager(self._call_passed_by, called)
         if path not in self.adopted:
-            if module in self._waiting and backward_pass.is_running():
+            if module in self._inner_slots and backward_pass.is_running():
                 return called.run()  # a part of a planned call is recomputed
             self._adopt(called)
-        with self._waiting.away():
+        with self._inner_slots.away():
             if self.session.begin_call(path, called.arguments, module.forward):
                 return self._call_eager(called)
             return self._or_eager(self._call_compiled, called)
@@ -416,12 +416,12 @@ class Targets:
         """Plan a module's calls from now on; slots of its submodules see only calls outside of it."""
         refuse_each(self.root, reason_of_others)  # other tools may have changed modules since `attach`
         self.adopted[called.path] = called.module
-        self._waiting.pop(called.module, None)
+        self._inner_slots.pop(called.module, None)
         adopted = set(map(id, self.adopted.values()))
         for inner in called.module.modules():
             slot = hooks.get_call(inner)
             if id(inner) not in adopted and isinstance(slot, Slot):
-                self._waiting[inner] = slot
+                self._inner_slots[inner] = slot
                 hooks.set_call(inner, None)
 
     @contextmanager

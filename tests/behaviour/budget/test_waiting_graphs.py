@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.measuring.resident import BESIDE
-from hiremate_lightning.measuring.resident_memory import held_by
+from hiremate_lightning.measuring.resident_memory import held_for_backwards
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.testing import is_eager, session_of
 from tests.exact import assert_foreseen, differing, leave_behind, quiet
@@ -234,7 +234,11 @@ def test_inputs_that_a_waiting_graph_holds_count():
         del x
         model["other"](draw(index + 100, ROWS, WIDTH)).square().mean().backward()
         session = session_of(model)
-        held = {t.untyped_storage()._cdata: t.nbytes for s in session.model.runtimes.waiting() for t in held_by([s[1]])}
+        held = {
+            t.untyped_storage()._cdata: t.nbytes
+            for s in session.model.runtimes.waiting()
+            for t in held_for_backwards([s[1]])
+        }
         assert kept[-1] in held.values()
         waiting.backward()
 

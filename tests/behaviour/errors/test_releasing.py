@@ -119,7 +119,7 @@ def test_a_plan_that_saves_no_memory_is_given_back_at_once(caplog):
 
 def test_a_step_that_takes_more_memory_without_its_plan_keeps_it(change_thresholds):
     """Nothing fits; here what is measured of the first plain step counts as more than what its plan takes."""
-    change_thresholds(released_peak=0.5)
+    change_thresholds(given_back_peak=0.5)
     ran_eager = settle("20%", [32] * 14, is_compared=False).ran_eager
     assert 1 <= sum(ran_eager) <= 2
     assert not ran_eager[-1]

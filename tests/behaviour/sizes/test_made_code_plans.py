@@ -42,7 +42,7 @@ def test_larger_sizes_run_by_decisions_made_once(planning_log):
     for length in [*LONGER, *LONGER]:
         train_alike(plain, planned, length)
         assert is_from_other_sizes(planned.model)
-        assert step_under_way(planned.model).ways == ("plan of another step",)
+        assert step_under_way(planned.model).modes == ("plan of another step",)
         assert planned.peak_bytes <= added_bytes
     assert len(planning_log.of("planning")) == rungs_of(planned) == 1
     assert len(plans(planned.model)) == 1  # no size got one of its own

@@ -13,7 +13,7 @@ def test_steps_of_new_sizes_offload_first_and_run_by_plans_later(change_threshol
         if length == NEW[1]:
             change_thresholds(worth_made_code=0.0)
         train_alike(plain, planned, length)
-        ways.append(step_under_way(planned.model).ways)
+        ways.append(step_under_way(planned.model).modes)
     assert ways[3:5] == [(OFFLOADED,)] * 2
     assert OFFLOADED not in {way for step in ways[5:] for way in step}
     assert is_from_other_sizes(planned.model)
