@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hiremate_lightning import hiremate
 from hiremate_lightning.planning import shared_solving
-from hiremate_lightning.sessions import parts
+from hiremate_lightning.sessions import graph_runtimes
 from tests.loops import BUDGET, Outcome, Script, make_batch, make_model, run
 from tests.processes import leave
 
@@ -119,11 +119,11 @@ def main(folder: Path) -> None:
     script = Script("plain", place="before")
     found["plain"] = timed(lambda: run(replace(script, place=None), rank))
     found["other budget"] = timed(lambda: run(script, rank, budget=("85%", BUDGET)[rank]))
-    measure = parts.measure
+    measure = graph_runtimes.measure
     if rank == 1:
-        parts.measure = lambda *args, **options: (time.sleep(SLOW_S), measure(*args, **options))[1]
+        graph_runtimes.measure = lambda *args, **options: (time.sleep(SLOW_S), measure(*args, **options))[1]
     found["slow"] = timed(lambda: run(script, rank))
-    parts.measure = measure
+    graph_runtimes.measure = measure
     shared_solving.PATIENCE_S = shared_solving.PATIENCE_AGAIN_S = 1.0  # nobody will come
     found["one plan"] = timed(lambda: run(replace(script, place=("before", None)[rank]), rank))
     torch.save(found, folder / f"{rank}.pt")
