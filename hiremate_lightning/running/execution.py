@@ -175,7 +175,7 @@ class GraphRuntime:
 
     def saved(self, has_run: bool) -> list[Saved]:
         """List the saved values that still exist, of the forwards whose backward has run, or has not run yet."""
-        existing = self._saved or ()  # of hundreds of parts few have any
+        existing = self._saved or ()  # of hundreds of graphs few have any
         return [saved for saved in existing if saved.values is not None and saved.has_run is has_run]
 
     def _gradients_to_add_to(self, leaves: Leaves) -> dict[int, torch.Tensor]:
