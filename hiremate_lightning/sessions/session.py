@@ -327,7 +327,6 @@ class Session:
             )
         else:
             return False
-        self.steps.runs += 1
         self.steps.ran_unseen()
         return True
 

@@ -88,7 +88,8 @@ class Steps(Conductor):
         self._is_passed_by = True
 
     def ran_unseen(self) -> None:
-        """End the step under way if it is over, since a call ran unobserved; else mark the step as unobserved."""
+        """Count a call that ran unobserved: end the step under way if it is over, else mark it as unobserved."""
+        self.runs += 1
         self.was_passed_by()
         if self.current is not None and self.current.is_over and not backward_pass.is_running():
             self.end()
