@@ -128,7 +128,8 @@ class ResidentMemory:
 
     def retained_bytes(self) -> int:
         """Return the bytes that are retained for another backward, parameters included."""
-        return self._bytes_of(held_for_backwards(self._find_retained()))
+        retained = self._find_retained()
+        return self._bytes_of(held_for_backwards(retained)) if retained else 0
 
     def step_begins(self, arguments: Sequence[torch.Tensor]) -> None:
         """Begin a step with these arguments."""
