@@ -253,7 +253,7 @@ class _Builder:
 
     def _storage(self, value: torch.Tensor, kind: StorageKind, eager_times: int) -> int | None:
         if value.layout is torch.sparse_coo:
-            *_, value = tensor_state.dense_parts(value)  # what it is made of: the storage of the values counts
+            *_, value = tensor_state.dense_parts(value)  # the storage of its values counts, not that of its indices
         if value.layout is not torch.strided:
             return None
         identity = tensor_state.storage_id(value)

@@ -223,7 +223,9 @@ def _workspace_bytes(run: Callable[[], Any], device: torch.device, used: Sequenc
     peak_bytes = max((interval.peak_bytes for interval in meter.intervals), default=0)
     results = tensor_state.tensors_among([result[position] for position in used] or result)
     on_device = (t for t in results if t.device == device)
-    kept = (part for t in on_device for part in tensor_state.dense_parts(t)[-1:])  # of a sparse one the values
+    kept = (
+        part for t in on_device for part in tensor_state.dense_parts(t)[-1:]
+    )  # of a sparse result the values: it does not allocate the indices
     return max(0, peak_bytes - storage_bytes(kept, device)), elapsed_ms
 
 

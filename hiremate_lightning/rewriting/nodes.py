@@ -101,7 +101,7 @@ _registered: dict[Any, Operation] = {}
 
 def sparse_bytes(node: fx.Node) -> int | None:
     """Return the bytes of a sparse result whose values a trace does not show; None for other operations."""
-    is_sparse = node.target is aten._embedding_bag_backward.default and node.args[9]
+    is_sparse = node.target is aten._embedding_bag_backward.default and node.args[9]  # its argument `sparse`
     if not is_sparse:
         return None
     gradient, indices = (value.meta["val"] for value in node.all_input_nodes[:2])

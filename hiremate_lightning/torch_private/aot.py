@@ -240,7 +240,7 @@ class _OwnNode(torch.autograd.Function):
 
 
 def give_own_nodes(results: Iterable[Any]) -> None:
-    """Give each result that shares a `grad_fn` a `grad_fn` of its own, as in eager PyTorch; views keep theirs.
+    """Replace a `grad_fn` that several results share by one for each result, as in eager PyTorch. Views keep theirs.
 
     AOTAutograd makes one node for all outputs. A hook on one output would be called, with None, if only another output
     gets a gradient. And if a hook holds a tensor computed from another output, as in a deep equilibrium model, the node

@@ -112,9 +112,9 @@ def named_ranges(tensor: torch.Tensor) -> list[tuple[int, int, int]]:
 class Varying(IntEnum):
     """Which numbers of captured code may vary without another capture."""
 
-    SIZES = 0  # sizes that have varied, as symbols, and floats
-    FLOATS = 1
-    NOTHING = 2
+    SIZES = 0  # sizes that have varied, which are symbols, and floats
+    FLOATS = 1  # floats; each size is a constant
+    NOTHING = 2  # each size and each float is a constant
 
 
 def _capture_with(varying: Varying, code: types.CodeType, *arguments: Any, **options: Any) -> Any:

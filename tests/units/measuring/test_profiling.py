@@ -191,7 +191,7 @@ class Operation:
     [([0.9, 0.5, 0.7, 0.6, 0.8, 0.6, 0.7, 0.8, 0.4], 0.5, 8), ([90.0, 80.0, 70.0], 80.0, 2)],
     ids=["eight times", "a slow one, twice"],
 )
-def test_an_operation_runs_until_its_time_is_known(times_ms, found_ms, runs, monkeypatch):
+def test_an_operation_is_timed_eight_times_or_twice_if_slow(times_ms, found_ms, runs, monkeypatch):
     """The run that shows memory counts as timed."""
     run = Operation(*times_ms)
     monkeypatch.setattr(profiling.time, "perf_counter", run.clock)
